@@ -1,0 +1,291 @@
+"""llama.cpp's ``llama-server``, single model or router.
+
+Theory of operation of the capacity questions. They are asked in rounds, because each answer decides what may be asked
+next: ``/props`` first (a sleeping server must not be asked for ``/slots``, that would wake it), then ``/slots`` and
+``/metrics``, then, if there are several slots and nobody stated their layout, the *empty-slot probe*. Nothing in any
+JSON answer or metric tells a unified pool from a split one (measured: the answers are equal byte for byte), but the
+size of a saved empty slot does: 32 bytes and 4 per stream, one stream for a unified pool, one per slot for a split one.
+The probe needs ``--slot-save-path`` and an idle, empty slot; a save on a busy slot would wait for it. Without an answer
+the pool is taken for unified: a split pool counted once costs speed, a unified one counted slots times kills every
+running request (case 38).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar
+from urllib.parse import quote
+
+from attrs import frozen
+
+from ..core.types import PoolMode
+from .base import Capabilities, CapacityQuery, CapacityReport, Health, HttpCall, HttpReply, ProxyRequest
+from .bodies import ABSENT, dumps, edit
+from .capacity import PAGES_DEFAULT, SEATS_DEFAULT, CapacityNotes, smallest
+from .failure import failed_reply
+from .openai import ROUTES, OpenAIBackend
+
+PROBE_FILE = "kvstream-probe.bin"
+_PROBE_BYTES_FIXED, _PROBE_BYTES_PER_STREAM = 32, 4
+_HOW_TO_KNOW = "start llama-server with an explicit -np N and --slot-save-path DIR, or set kv_unified"
+
+
+@frozen
+class LlamaCppBackend(OpenAIBackend):
+    """``kv_unified`` states the layout of the KV memory where it cannot be probed."""
+
+    kind: ClassVar[str] = "llamacpp"
+
+    kv_unified: bool | None = None
+
+    @property
+    def capabilities(self) -> Capabilities:
+        # Usage is not injected: `timings` come unasked on the last chunk, and asking would move them to another one.
+        return Capabilities(
+            routes=frozenset(ROUTES),
+            exact_count=True,
+            slots_visible=True,
+            usage_injected=False,
+            hard_inject=True,
+            cached_reported=True,
+            cancel="batch",
+        )
+
+    # --- requests ---
+
+    def changes(self, request: ProxyRequest, *, stream: bool, include_usage: bool, slot: int | None) -> dict[str, Any]:
+        changes = OpenAIBackend.changes(self, request, stream=stream, include_usage=include_usage, slot=slot)
+        # A client's own pin is dropped: pinning to a slot that is at work corrupts the answer running there (T0), and
+        # only the scheduler knows which are idle. The server wraps ids around, so ours must be in range.
+        changes["id_slot"] = ABSENT if slot is None else slot
+        return changes
+
+    # --- state ---
+
+    def health(self) -> HttpCall:
+        return self.get("/health")
+
+    def read_health(self, reply: HttpReply) -> str:
+        """From ``/health``, or from ``/props``, which also knows about sleep."""
+        if reply.status == 200:
+            data = reply.json()
+            return Health.SLEEPING if isinstance(data, dict) and data.get("is_sleeping") is True else Health.UP
+        return Health.LOADING if failed_reply(reply).kind == "model_loading" else Health.DOWN
+
+    def capacity_calls(self, replies: Mapping[str, HttpReply | None]) -> Sequence[tuple[str, HttpCall]]:
+        if "props" not in replies:
+            return (("props", self.get(self._of_model("/props"))),)
+        props = Props.read(replies["props"])
+        if props is None or props.sleeping:
+            return ()
+        if "slots" not in replies:
+            return (("slots", self.get(self._of_model("/slots"))), ("metrics", self.get(self._of_model("/metrics"))))
+        if "probe" not in replies and self.kv_unified is None and props.slots > 1:
+            slot = empty_slot(replies["slots"])
+            if slot is not None:
+                fields = {"filename": PROBE_FILE} | ({"model": self.model} if self.model else {})
+                headers = self.headers((), "application/json")
+                return (("probe", HttpCall("POST", f"/slots/{slot}?action=save", headers, dumps(fields))),)
+        return ()
+
+    def read_capacity(self, replies: Mapping[str, HttpReply | None], query: CapacityQuery) -> CapacityReport:
+        notes = CapacityNotes(query)
+        props = Props.read(replies.get("props"))
+        if props is None:
+            return self._unknown(replies.get("props"), notes)
+        context = smallest(props.context, query.context_tokens)
+        if query.context_tokens is not None and query.context_tokens not in (context, props.slots * props.context):
+            notes.add(f"context_tokens: {query.context_tokens} configured, but a slot has {props.context}")
+        unified, why = self._layout(props, replies, query)
+        if unified is None:
+            unified = True
+            notes.add(
+                f"whether the {props.slots} slots share one KV pool cannot be seen ({why}); counting the pool once, "
+                f"{props.context} tokens. If it is split there are {props.slots * props.context}: {_HOW_TO_KNOW}"
+            )
+        mode = PoolMode.UNIFIED if unified else PoolMode.SPLIT
+        tokens = props.context if unified else props.context * props.slots
+        # Each slot's context is cut into whole pages by itself, since a page cannot lie in two slots.
+        real = notes.pages_of(props.context) * (1 if unified else props.slots)
+        seats = query.seats if query.seats is not None else self.seats
+        pages = notes.narrowed(query.pages, real, "pages", PAGES_DEFAULT)
+        return notes.report(
+            mode=mode,
+            seats=notes.narrowed(seats, props.slots, "seats", SEATS_DEFAULT),
+            pages=pages,
+            request_tokens_max=context,
+            source=f"/props: {props.slots} slots, {mode.value} KV of {tokens} tokens ({why})",
+            instance=props.instance(replies.get("metrics")),
+        )
+
+    def _layout(
+        self, props: Props, replies: Mapping[str, HttpReply | None], query: CapacityQuery
+    ) -> tuple[bool | None, str]:
+        """(unified or not, or None, and how that is known)."""
+        if props.slots == 1:
+            return False, "one slot"
+        if self.kv_unified is not None:
+            return self.kv_unified, "configured"
+        probe = replies.get("probe")
+        streams = streams_of(probe)
+        if streams in (1, props.slots):
+            return streams == 1, "empty-slot probe"
+        if query.context_tokens == props.slots * props.context:
+            return False, "the configured context is the sum of the slots'"
+        if probe is not None and probe.status == 501:
+            return None, "the server has no --slot-save-path"
+        if "probe" in replies:
+            return None, "the probe gave no answer"
+        if props.sleeping:
+            return None, "the server sleeps"
+        if replies.get("slots") is None or empty_slot(replies.get("slots")) is None:
+            return None, "no slot is idle and empty, or --no-slots is set"
+        return None, "not probed"
+
+    def _unknown(self, reply: HttpReply | None, notes: CapacityNotes) -> CapacityReport:
+        """``/props`` did not help: the configuration counts, as for a generic backend."""
+        query = notes.query
+        data = reply.json() if reply is not None and reply.status == 200 else None
+        if isinstance(data, dict) and data.get("role") == "router":
+            notes.add("the server is a router: set `model`, and load it, to learn the slots of one model")
+        elif reply is None:
+            notes.add("/props did not answer; using the configured figures")
+        else:
+            notes.add(f"/props: {failed_reply(reply).message}; using the configured figures")
+        seats = query.seats if query.seats is not None else self.seats if self.seats is not None else SEATS_DEFAULT
+        pages = query.pages if query.pages is not None else PAGES_DEFAULT
+        if query.pages is None and query.context_tokens is not None:
+            pages = notes.pages_of(query.context_tokens)  # once: it may be unified
+        return notes.report(
+            mode=PoolMode.UNKNOWN,
+            seats=seats,
+            pages=pages,
+            request_tokens_max=query.context_tokens,
+            source="configured",
+        )
+
+    def busy(self) -> HttpCall | None:
+        return self.get(self._of_model("/slots"))
+
+    def read_busy(self, reply: HttpReply) -> frozenset[tuple[int, int]] | None:
+        slots = slots_of(reply)
+        if slots is None:
+            return None
+        return frozenset(
+            (slot["id"], slot["id_task"] if isinstance(slot.get("id_task"), int) else -1)
+            for slot in slots
+            if slot.get("is_processing") is True
+        )
+
+    def _of_model(self, path: str) -> str:
+        """A GET about our model. A single-model server ignores the query; a router must not load the model for it."""
+        return f"{path}?model={quote(self.model, safe='')}&autoload=false" if self.model else path
+
+    # --- exact counting ---
+
+    def count_calls(self, request: ProxyRequest) -> HttpCall | tuple[int, ...] | None:
+        """Chat: render the client's own body, so that whatever shapes the prompt is there. Completions: tokenize."""
+        view = request.view
+        if request.route == "/v1/chat/completions":
+            return None if _has_media(view.get("messages")) else self._post("/apply-template", request, request.body)
+        prompt = view.get("prompt")
+        if isinstance(prompt, list) and len(prompt) == 1 and isinstance(prompt[0], (str, list)):
+            prompt = prompt[0]
+        if isinstance(prompt, str):
+            return self._tokenize(request, prompt)
+        if isinstance(prompt, list) and prompt and all(type(item) is int for item in prompt):
+            return tuple(prompt)
+        return None
+
+    def read_count(self, request: ProxyRequest, reply: HttpReply) -> HttpCall | tuple[int, ...] | None:
+        data = reply.json() if reply.status == 200 else None
+        if not isinstance(data, dict):
+            return None
+        if isinstance(data.get("prompt"), str):
+            return self._tokenize(request, data["prompt"])
+        tokens = data.get("tokens")
+        return tuple(tokens) if isinstance(tokens, list) and all(type(item) is int for item in tokens) else None
+
+    def _tokenize(self, request: ProxyRequest, text: str) -> HttpCall:
+        # As the server itself does for a prompt; it takes care not to put a second BOS before a rendered one.
+        body = dumps({"content": text, "add_special": True, "parse_special": True})
+        return self._post("/tokenize", request, body)
+
+    def _post(self, path: str, request: ProxyRequest, body: bytes) -> HttpCall:
+        view = request.view if path == "/apply-template" else {"content": ""}
+        model = request.model or self.model
+        changed = edit(body, view, {"model": model}) if model and not view.get("model") else body
+        return HttpCall("POST", path, self.headers(request.headers, "application/json"), changed)
+
+
+@frozen
+class Props:
+    """What ``/props`` tells: slots, tokens of context per slot, build, and whether the model sleeps."""
+
+    slots: int
+    context: int
+    build: str
+    sleeping: bool
+
+    @classmethod
+    def read(cls, reply: HttpReply | None) -> Props | None:
+        data = reply.json() if reply is not None and reply.status == 200 else None
+        if not isinstance(data, dict):
+            return None
+        settings = data.get("default_generation_settings")
+        context = settings.get("n_ctx") if isinstance(settings, dict) else None
+        slots = data.get("total_slots")
+        if not (isinstance(slots, int) and slots > 0 and isinstance(context, int) and context > 0):
+            return None
+        return cls(slots, context, str(data.get("build_info", "")), data.get("is_sleeping") is True)
+
+    def instance(self, metrics: HttpReply | None) -> str:
+        """Changes when the server was restarted; without ``--metrics`` only when its build changed."""
+        started = metrics.headers.get("process-start-time-unix", "") if metrics is not None else ""
+        return f"{self.build}@{started}"
+
+
+def slots_of(reply: HttpReply | None) -> list[dict[str, Any]] | None:
+    """The rows of ``/slots``; None when the server does not show them (501 with ``--no-slots``)."""
+    data = reply.json() if reply is not None and reply.status == 200 else None
+    if not isinstance(data, list):
+        return None
+    return [row for row in data if isinstance(row, dict) and isinstance(row.get("id"), int)]
+
+
+def empty_slot(reply: HttpReply | None) -> int | None:
+    """An idle slot that holds nothing, the surest first: one that says 0 tokens, then one never used.
+
+    A slot that a file was restored into looks never used until its first task; saving it is harmless, and the answer
+    then names its tokens and is not taken.
+    """
+    idle = [row for row in slots_of(reply) or () if row.get("is_processing") is False]
+    for row in idle:
+        if row.get("n_prompt_tokens") == 0:
+            return int(row["id"])
+    for row in reversed(idle):
+        if "n_prompt_tokens" not in row:
+            return int(row["id"])
+    return None
+
+
+def streams_of(probe: HttpReply | None) -> int | None:
+    """The number of KV streams that a saved empty slot shows, or None."""
+    data = probe.json() if probe is not None and probe.status == 200 else None
+    if not isinstance(data, dict) or data.get("n_saved") != 0:
+        return None
+    written = data.get("n_written")
+    if not isinstance(written, int) or written <= _PROBE_BYTES_FIXED:
+        return None
+    streams, odd = divmod(written - _PROBE_BYTES_FIXED, _PROBE_BYTES_PER_STREAM)
+    return streams if not odd else None
+
+
+def _has_media(messages: Any) -> bool:
+    """Whether a message has a part that is no text: its tokens cannot be counted from a rendered prompt."""
+    for message in messages if isinstance(messages, list) else ():
+        content = message.get("content") if isinstance(message, dict) else None
+        for part in content if isinstance(content, list) else ():
+            if isinstance(part, dict) and part.get("type") not in ("text", "refusal", None):
+                return True
+    return False
