@@ -95,7 +95,7 @@ class UpstreamConfig:
     health_interval_s: float = key(2.0, "Time between two health checks of the runtime.", unit="seconds", low=0.01)
     slot_idle_poll_s: float = key(0.05, "After a cancel, time between two looks whether the slot is idle.",
                                   unit="seconds", low=0.001)
-    slot_idle_s_max: float = key(30.0, "After a cancel, give a slot up as busy for at most this long.", unit="seconds")
+    slot_idle_s_max: float = key(30.0, "After a cancel, count the slot as busy for at most this long.", unit="seconds")
     count_timeout_s: float = key(5.0, "Time to count a prompt's tokens at the runtime before estimating.",
                                  unit="seconds", low=0.001)
 

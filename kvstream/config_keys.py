@@ -18,6 +18,7 @@ INT_MAX = 2**53
 FLOAT_MAX = 1e9
 
 SECRET_SHOWN = "***"
+QUOTE_CHARS_MAX = 60
 
 
 @attrs.frozen
@@ -54,7 +55,7 @@ class Key:
         """What is wrong with ``value``, which already has the right type; None when it may be used."""
         if isinstance(value, str):
             if self.choices and value not in self.choices:
-                return f"must be {one_of(self.choices)}, not {self.show(value)}"
+                return f"must be {one_of(self.choices)}, not {self.quote(value)}"
         elif isinstance(value, (int, float)) and not isinstance(value, bool):
             wrong = self._range_problem(value)
             if wrong:
@@ -63,21 +64,24 @@ class Key:
 
     def _range_problem(self, value: float) -> str | None:
         unit = f" {self.unit}" if self.unit else ""
-        if not math.isfinite(value):
+        if isinstance(value, float) and not math.isfinite(value):
             return f"must be a finite number{unit and ' of' + unit}, not {value}"
         low = 0 if self.low is None else self.low
         high = self.high if self.high is not None else INT_MAX if isinstance(value, int) else FLOAT_MAX
         if value < low:
-            return f"must be at least {low:g}{unit}, not {value}"
+            return f"must be at least {low:g}{unit}, not {self.quote(value)}"
         if value > high:
-            return f"must be at most {high:.15g}{unit}, not {value}"
+            return f"must be at most {high:.16g}{unit}, not {self.quote(value)}"
         return None
 
     def show(self, value: Any) -> str:
         """A value as TOML, with secrets masked (an empty secret is shown as empty: it says that none is set)."""
-        if self.secret and value:
-            return f'"{SECRET_SHOWN}"'
-        return as_toml(value)
+        return f'"{SECRET_SHOWN}"' if self.secret and value else as_toml(value)
+
+    def quote(self, value: Any) -> str:
+        """A value for a message: as ``show``, but never longer than a line."""
+        shown = self.show(value)
+        return shown if len(shown) <= QUOTE_CHARS_MAX else f"{shown[:QUOTE_CHARS_MAX]}..."
 
 
 def key(default: Any, description: str, **facts: Any) -> Any:

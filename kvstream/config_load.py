@@ -130,7 +130,7 @@ def check_value(converter: Converter, about: Key, value: Any) -> tuple[Any, str 
     try:
         structured = converter.structure(value, about.type)
     except (_WrongType, BaseValidationError) as error:
-        return None, f"must be {error}, not {about.show(value) if _simple(value) else _kind(value)}"
+        return None, f"must be {error}, not {about.quote(value) if _simple(value) else _kind(value)}"
     except OverflowError:  # an int beyond the range of a float
         return None, "is too large"
     return structured, about.problem(structured)
@@ -218,8 +218,8 @@ def _read_file(path: Path) -> dict[str, Any]:
         raise ConfigError(f"{path}: line {line}: is not UTF-8") from error
     except tomli.TOMLDecodeError as error:
         raise ConfigError(f"{path}: line {error.lineno}, column {error.colno}: not TOML: {error.msg}") from error
-    except RecursionError as error:
-        raise ConfigError(f"{path}: is nested too deeply") from error
+    except (RecursionError, ValueError) as error:  # ValueError: a number of more digits than Python will read
+        raise ConfigError(f"{path}: is not a configuration: {error}") from error
 
 
 def _take_file(sources: _Sources, path: Path) -> None:

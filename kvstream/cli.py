@@ -1,0 +1,222 @@
+"""The command line: one function per subcommand.
+
+Everything heavy is imported inside the functions, so that ``kvstream --version`` and completion stay fast. Options are
+handed to the configuration as text, because it knows the types and bounds: a wrong flag is then reported together with
+everything else that is wrong, and only flags that were really given override the environment and the file.
+
+Exit codes: 0 done; 2 the configuration or the command line is wrong; 3 the port is in use; 1 anything else.
+"""
+
+from __future__ import annotations
+
+import os
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
+
+import click
+
+from . import __version__
+from .errors import ConfigError, KVStreamError, PortInUseError
+
+if TYPE_CHECKING:
+    from .config import Loaded
+
+STATUS_URL = "http://127.0.0.1:8080"
+# Set to see where an unexpected error came from; without it the user gets one sentence.
+TRACEBACK_VARIABLE = "KVSTREAM_TRACEBACK"
+
+# Parameter of `serve` -> the key it sets. --model and --no-prefix-cache need a decision and are not here.
+SERVE_KEYS = MappingProxyType({
+    "backend": "backend.type",
+    "backend_url": "backend.base_url",
+    "llama_server": "embedded.llama_server",
+    "host": "server.host",
+    "port": "server.port",
+    "gpu_blocks": "memory.num_gpu_blocks",
+    "cpu_blocks": "memory.num_cpu_blocks",
+    "block_size": "memory.block_size",
+    "max_batch": "scheduler.max_batch_size",
+    "log_level": "logging.level",
+})
+
+
+class Failure(click.ClickException):
+    """An error that ends the process with an exit code and its sentences on stderr."""
+
+    exit_code = 1
+
+    def show(self, file: Any = None) -> None:
+        for line in self.message.splitlines():
+            click.echo(f"kvstream: {line}", err=True)
+
+
+class ConfigFailure(Failure):
+    exit_code = 2
+
+
+class PortInUseFailure(Failure):
+    exit_code = 3
+
+
+class Commands(click.Group):
+    """The command group; the one place where errors become exit codes."""
+
+    def invoke(self, ctx: click.Context) -> Any:
+        try:
+            return super().invoke(ctx)
+        except (click.ClickException, click.exceptions.Exit, click.Abort, BrokenPipeError):
+            raise
+        except Exception as error:
+            _fail(error)
+
+
+def _fail(error: Exception) -> NoReturn:
+    """Raise what click should show for ``error``. Nurseries wrap errors in groups; the first expected one inside
+    speaks for the group unless something unexpected is in there too."""
+    leaves = _leaves(error)
+    if os.environ.get(TRACEBACK_VARIABLE):
+        traceback.print_exception(error)
+    unexpected = [leaf for leaf in leaves if not isinstance(leaf, KVStreamError)]
+    if unexpected:
+        first = unexpected[0]
+        hint = f"set {TRACEBACK_VARIABLE}=1 to see where"
+        raise Failure(f"internal error: {type(first).__name__}: {first} ({hint})") from error
+    expected = leaves[0]
+    kind = (ConfigFailure if isinstance(expected, ConfigError)
+            else PortInUseFailure if isinstance(expected, PortInUseError) else Failure)
+    raise kind(str(expected)) from error
+
+
+def _leaves(error: BaseException) -> list[BaseException]:
+    if isinstance(error, BaseExceptionGroup):
+        return [leaf for inner in error.exceptions for leaf in _leaves(inner)]
+    return [error]
+
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+def config_option(command: F) -> F:
+    return click.option("--config", metavar="PATH", help="TOML file instead of ./kvstream.toml.")(command)
+
+
+@click.group(cls=Commands, context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(__version__, prog_name="kvstream")
+def main() -> None:
+    """A proxy in front of your model runtime that hands out its KV memory page by page."""
+
+
+@main.command()
+@click.option("--backend", metavar="KIND", help="Kind of runtime: llamacpp or openai.")
+@click.option("--backend-url", metavar="URL", help="Where the runtime listens.")
+@click.option("--model", metavar="NAME|PATH",
+              help="A GGUF file: start a llama.cpp server with it. Otherwise the model to ask the runtime for.")
+@click.option("--llama-server", metavar="PATH", help="The llama-server to start, instead of the one on PATH.")
+@click.option("--host", metavar="ADDRESS", help="Address to listen on.")
+@click.option("--port", metavar="N", help="Port to listen on.")
+@click.option("--gpu-blocks", metavar="N|auto", help="Device pages of KV memory.")
+@click.option("--cpu-blocks", metavar="N", help="Host pages of KV memory.")
+@click.option("--block-size", metavar="N", help="Tokens per page.")
+@click.option("--max-batch", metavar="N", help="Most requests running at once.")
+@click.option("--no-prefix-cache", is_flag=True, help="Do not keep prompt prefixes for reuse.")
+@click.option("--log-level", metavar="LEVEL", help="DEBUG, INFO, WARNING or ERROR.")
+@config_option
+@click.pass_context
+def serve(ctx: click.Context, /, config: str | None, model: str | None, no_prefix_cache: bool,
+          **given: str | None) -> None:
+    """Serve an OpenAI-compatible API in front of a runtime."""
+    loaded = _load(config, *serve_flags(model, no_prefix_cache, given))
+    from .gateway.serve import run
+
+    ctx.exit(run(loaded))
+
+
+def serve_flags(model: str | None, no_prefix_cache: bool,
+                given: dict[str, str | None]) -> tuple[dict[str, object], dict[str, str]]:
+    """The flags that were given, as ``section.key -> value``, and how each is spelt."""
+    flags: dict[str, object] = {}
+    names: dict[str, str] = {}
+    for parameter, path in SERVE_KEYS.items():
+        value = given.get(parameter)
+        if value is not None:
+            flags[path] = value.upper() if parameter == "log_level" else value
+            names[path] = "--" + parameter.replace("_", "-")
+    if model is not None:
+        # Runtimes name models by file too: with a backend named on the same line it is a name, not a file to start.
+        elsewhere = bool(given.get("backend_url")) or given.get("backend") not in (None, "llamacpp")
+        is_file = model.endswith(".gguf") or Path(model).is_file()
+        path = "embedded.model" if is_file and not elsewhere else "backend.model"
+        flags[path], names[path] = model, "--model"
+    if no_prefix_cache:
+        flags["prefix_cache.enabled"], names["prefix_cache.enabled"] = False, "--no-prefix-cache"
+    return flags, names
+
+
+def _load(config: str | None, flags: dict[str, object], names: dict[str, str]) -> Loaded:
+    from .config import load_config
+
+    return load_config(config, os.environ, flags, names)
+
+
+@main.command()
+@click.option("--once", is_flag=True, help="Exit after the first chat instead of serving on.")
+@click.option("--port", metavar="N", help="Port to listen on.")
+@config_option
+@click.pass_context
+def demo(ctx: click.Context, once: bool, port: str | None, config: str | None) -> None:
+    """Start a small real model on a real llama.cpp server and chat with it."""
+    loaded = _load(config, {} if port is None else {"server.port": port}, {"server.port": "--port"})
+    from .gateway.demo import run_demo
+
+    ctx.exit(run_demo(loaded, once))
+
+
+@main.command()
+@click.option("--url", default=STATUS_URL, show_default=True, help="A running KVStream.")
+@click.option("--watch", is_flag=True, help="Keep looking, once per second.")
+@click.option("--json", "as_json", is_flag=True, help="The snapshot as JSON (one line per look with --watch).")
+@click.pass_context
+def status(ctx: click.Context, url: str, watch: bool, as_json: bool) -> None:
+    """Show queue, seats and pages of a running KVStream."""
+    from .gateway import statusview
+
+    statusview.check_url(url)
+    try:
+        ctx.exit(statusview.watch(url, as_json) if watch else statusview.show_once(url, as_json))
+    except KeyboardInterrupt:  # the ordinary way out of --watch
+        ctx.exit(0)
+
+
+@main.command()
+@click.option("--url", default=STATUS_URL, show_default=True, help="A running KVStream.")
+def health(url: str) -> None:
+    """Say whether a KVStream is alive and ready; exit 0 only when it is ready."""
+    from .gateway import statusview
+
+    statusview.check_url(url)
+    click.echo(statusview.health_line(url))
+
+
+@main.command("check-config")
+@click.option("--json", "as_json", is_flag=True, help="For programs.")
+@click.option("--template", is_flag=True, help="Print a commented kvstream.toml with every default instead.")
+@config_option
+def check_config(config: str | None, as_json: bool, template: bool) -> None:
+    """Show the effective configuration and where each value came from."""
+    from . import config_show
+
+    if template:
+        click.echo(config_show.commented_toml(), nl=False)
+        return
+    try:
+        loaded = _load(config, {}, {})
+    except ConfigError as error:
+        if as_json:
+            import json
+
+            click.echo(json.dumps({"problems": error.problems}, indent=2))
+        raise
+    click.echo(config_show.effective_json(loaded) if as_json else config_show.effective_toml(loaded).rstrip("\n"))

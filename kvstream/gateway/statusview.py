@@ -1,0 +1,215 @@
+"""``kvstream status`` and ``kvstream health``: a running KVStream seen from a terminal.
+
+Written against ``GET /status`` but tolerant of it: a missing or unknown field leaves a gap, never an error, so that a
+client of one version can look at a server of another. Texts from the server are shown as plain characters: a model's
+name must not be able to steer the terminal.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import click
+import httpx
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.table import Table
+from rich.text import Text
+
+from ..errors import BackendUnavailableError, ConfigError, KVStreamError
+
+LOOK_EVERY_S = 1.0
+LOOK_TIMEOUT_S = 5.0
+ROWS_MAX = 20  # of the queue and of the running requests; a terminal is not a log
+RUNNING_COLUMNS = ("id", "phase", "state", "age_s", "tokens", "produced", "pages", "cached", "slot", "priority")
+
+
+def check_url(url: str) -> None:
+    """*Errors*: ConfigError for something that is no http(s) URL (exit code 2, as for any wrong option)."""
+    try:
+        parsed = httpx.URL(url)
+        usable = parsed.scheme in ("http", "https") and bool(parsed.host)
+    except (httpx.InvalidURL, ValueError):
+        usable = False
+    if not usable:
+        raise ConfigError(f"--url must be a URL such as http://127.0.0.1:8080, not {url!r}")
+
+
+def open_client(url: str) -> httpx.Client:
+    """A client for one KVStream; proxies of the environment are not asked, since this is usually loopback."""
+    return httpx.Client(base_url=url.rstrip("/"), timeout=LOOK_TIMEOUT_S, trust_env=False)
+
+
+def get(client: httpx.Client, path: str) -> httpx.Response:
+    """*Errors*: BackendUnavailableError in words a person can use."""
+    url = str(client.base_url).rstrip("/")
+    try:
+        return client.get(path)
+    except httpx.ConnectError as error:
+        raise BackendUnavailableError(f"nothing answers at {url}. Is `kvstream serve` running there?") from error
+    except httpx.TimeoutException as error:
+        raise BackendUnavailableError(f"{url} did not answer within {LOOK_TIMEOUT_S:g} seconds.") from error
+    except httpx.HTTPError as error:
+        raise BackendUnavailableError(f"{url} does not answer properly: {error}") from error
+
+
+def fetch(client: httpx.Client) -> Mapping[str, Any]:
+    """One snapshot. *Errors*: KVStreamError when there is none to be had."""
+    reply = get(client, "/status")
+    try:
+        snapshot = reply.json()
+    except (ValueError, RecursionError):
+        snapshot = None
+    if reply.status_code != 200 or not isinstance(snapshot, dict):
+        url = str(client.base_url).rstrip("/")
+        raise KVStreamError(f"{url} answers {reply.status_code} on /status, which is not a KVStream's snapshot.")
+    return snapshot
+
+
+def show_once(url: str, as_json: bool) -> int:
+    with open_client(url) as client:
+        snapshot = fetch(client)
+    if as_json:
+        click.echo(json.dumps(snapshot, indent=2))
+    else:
+        Console(highlight=False).print(render(snapshot))
+    return 0
+
+
+def watch(url: str, as_json: bool) -> int:
+    """Look until interrupted. A server that is not there yet, or goes away, is waited for."""
+    with open_client(url) as client:
+        if as_json:
+            while True:
+                click.echo(json.dumps(_look(client)))
+                time.sleep(LOOK_EVERY_S)
+        with Live(Text("looking ..."), auto_refresh=False, console=Console(highlight=False)) as live:
+            while True:
+                live.update(render(_look(client)), refresh=True)
+                time.sleep(LOOK_EVERY_S)
+
+
+def _look(client: httpx.Client) -> Mapping[str, Any]:
+    try:
+        return fetch(client)
+    except KVStreamError as error:
+        return {"error": error.message}
+
+
+def health_line(url: str) -> str:
+    """One sentence about liveness and readiness. *Errors*: KVStreamError unless it is alive *and* ready."""
+    with open_client(url) as client:
+        alive = get(client, "/health")
+        ready = get(client, "/ready")
+    if alive.status_code != 200:
+        raise KVStreamError(f"{url} answers {alive.status_code} on /health: not healthy.")
+    if ready.status_code != 200:
+        raise KVStreamError(f"{url} is alive but not ready: {_reason(ready)}")
+    return f"{url} is alive and ready."
+
+
+def _reason(reply: httpx.Response) -> str:
+    try:
+        body = reply.json()
+    except (ValueError, RecursionError):
+        body = None
+    if isinstance(body, dict):
+        error = body.get("error")
+        for reason in (error.get("message") if isinstance(error, dict) else error, body.get("reason"),
+                       body.get("state"), body.get("status")):
+            if isinstance(reason, str) and reason:
+                return _plain(reason)
+    return f"status {reply.status_code}"
+
+
+# --- rendering --------------------------------------------------------------------------------------------------------
+
+
+def render(snapshot: Mapping[str, Any]) -> RenderableType:
+    """A snapshot as tables."""
+    if "error" in snapshot:
+        return Text(_plain(snapshot["error"]), style="red")
+    parts: list[RenderableType] = [_headline(snapshot), _capacity(_table(snapshot, "capacity"))]
+    seats = _table(snapshot, "seats")
+    queue = _table(snapshot, "queue")
+    parts.append(Text(f"seats     {_n(seats, 'used')} of {_n(seats, 'total')} used, {_n(seats, 'draining')} draining"))
+    parts.append(Text(f"queue     {_n(queue, 'length')} waiting, {_n(queue, 'bytes')} bytes"))
+    prefixes = _table(snapshot, "prefixes")
+    parts.append(Text(f"prefixes  {_n(prefixes, 'nodes')} nodes, {_n(prefixes, 'tokens')} tokens"))
+    parts.append(_pages(_table(snapshot, "pages")))
+    parts.extend(_rows("waiting", _list(queue, "requests"), ("position", "id", "age_s", "tokens", "priority")))
+    parts.extend(_rows("running", _list(snapshot, "running"), RUNNING_COLUMNS))
+    counters = _table(snapshot, "counters")
+    if counters:
+        parts.append(Text("counters  " + ", ".join(f"{_plain(name)} {_plain(count)}"
+                                                   for name, count in counters.items())))
+    return Group(*parts)
+
+
+def _headline(snapshot: Mapping[str, Any]) -> Text:
+    backend = _table(snapshot, "backend")
+    line = Text.assemble(("KVStream ", "bold"), _n(snapshot, "version"), "  ", (_n(snapshot, "state"), "bold"))
+    line.append(f"\nbackend   {_n(backend, 'kind')} {_n(backend, 'url')}: {_n(backend, 'state')}")
+    return line
+
+
+def _capacity(capacity: Mapping[str, Any]) -> Text:
+    line = Text(f"capacity  {_n(capacity, 'mode')}: {_n(capacity, 'seats')} seats, {_n(capacity, 'pages')} pages of "
+                f"{_n(capacity, 'page_tokens')} tokens, at most {_n(capacity, 'request_tokens_max')} tokens a request "
+                f"(from {_n(capacity, 'source')})")
+    for note in _list(capacity, "notes"):
+        line.append(f"\n          note: {_plain(note)}", style="yellow")
+    return line
+
+
+def _pages(pages: Mapping[str, Any]) -> Table:
+    columns = ("total", "free", "held", "cached", "promised")
+    table = Table(title="pages", title_justify="left")
+    table.add_column("tier")
+    for column in columns:
+        table.add_column(column, justify="right")
+    for tier in pages:
+        counts = _table(pages, tier)
+        table.add_row(_plain(tier), *(Text(_n(counts, column)) for column in columns))
+    return table
+
+
+def _rows(title: str, rows: Sequence[Any], columns: tuple[str, ...]) -> list[RenderableType]:
+    """A table of requests with those of ``columns`` that occur; nothing when there are no rows."""
+    shown = [row for row in rows[:ROWS_MAX] if isinstance(row, dict)]
+    present = [column for column in columns if any(column in row for row in shown)]
+    if not present:
+        return []
+    table = Table(title=title, title_justify="left")
+    for column in present:
+        table.add_column(column, justify="right")
+    for row in shown:
+        table.add_row(*(Text(_n(row, column)) for column in present))
+    more = len(rows) - len(shown)
+    return [table, Text(f"... and {more} more")] if more > 0 else [table]
+
+
+def _table(of: Mapping[str, Any], name: str) -> Mapping[str, Any]:
+    value = of.get(name)
+    return value if isinstance(value, dict) else {}
+
+
+def _list(of: Mapping[str, Any], name: str) -> Sequence[Any]:
+    value = of.get(name)
+    return value if isinstance(value, list) else []
+
+
+def _n(of: Mapping[str, Any], name: str) -> str:
+    """A value for a person; a dash when it is missing."""
+    value = of.get(name)
+    if value is None:
+        return "-"
+    return f"{value:.1f}" if isinstance(value, float) else _plain(value)
+
+
+def _plain(value: Any) -> str:
+    """Text without control characters: an escape sequence in a model's name is shown, not executed."""
+    return "".join(char if char.isprintable() else "\N{REPLACEMENT CHARACTER}" for char in str(value))

@@ -1,0 +1,24 @@
+"""What all tests share: how hard Hypothesis tries, and an environment without the developer's own settings."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+from hypothesis import HealthCheck, Phase, settings
+
+# No deadline anywhere: the machine is shared, and a slow example says nothing about the property.
+_quiet = {"deadline": None, "suppress_health_check": [HealthCheck.too_slow]}
+settings.register_profile("dev", max_examples=50, **_quiet)
+# The same examples on every run: a red build must be red again on the developer's machine.
+settings.register_profile("ci", max_examples=100, derandomize=True, print_blob=True, **_quiet)
+settings.register_profile("fuzz", max_examples=5000, phases=[Phase.explicit, Phase.reuse, Phase.generate, Phase.shrink],
+                          **_quiet)
+settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE") or ("ci" if os.environ.get("CI") else "dev"))
+
+
+@pytest.fixture(autouse=True)
+def no_settings_from_outside(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A developer who exported KVSTREAM_SERVER__PORT sees the same results as everyone."""
+    for name in [name for name in os.environ if name.startswith("KVSTREAM_") and "__" in name]:
+        monkeypatch.delenv(name)
