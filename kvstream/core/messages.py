@@ -1,0 +1,139 @@
+"""What goes into ``Scheduler.step`` and what comes out: frozen messages, no behaviour.
+
+Events say what happened; actions say what the shell must do. Times are seconds on one monotonic clock, given by the
+caller. Token counts include special tokens.
+"""
+
+from __future__ import annotations
+
+from typing import Union
+
+from attrs import frozen
+
+from .table import PageTable
+from .types import CountSource, EndReason, Limits, PageKey, Priority, RefuseReason, RequestId
+
+# --- events ---------------------------------------------------------------------------------------------------------
+
+
+@frozen
+class Submitted:
+    """A request wants in.
+
+    ``keys`` name the full pages of the prompt in order (possibly fewer than ``tokens // page_tokens``: pages without
+    a key are simply not shared). ``tokens`` is the prompt length, ``tokens_max`` the most answer tokens it may
+    produce (None: the client set no limit). ``deadline`` is the absolute time at which a request that still waits is
+    refused. ``bytes`` is the size of the held body and counts against the queue's byte bound.
+    """
+
+    rid: RequestId
+    keys: tuple[PageKey, ...]
+    tokens: int
+    tokens_max: int | None
+    deadline: float
+    priority: Priority = Priority.NORMAL
+    client: str = ""
+    bytes: int = 0
+    count_source: CountSource = CountSource.ESTIMATED
+
+
+@frozen
+class Recounted:
+    """A waiting request's prompt has been counted again (exactly, now that the runtime answers)."""
+
+    rid: RequestId
+    keys: tuple[PageKey, ...]
+    tokens: int
+    count_source: CountSource = CountSource.EXACT
+
+
+@frozen
+class Produced:
+    """``tokens`` more answer tokens of a running request are in the runtime's KV."""
+
+    rid: RequestId
+    tokens: int
+
+
+@frozen
+class Ended:
+    """A request is over, waiting or running, for any reason. Idempotent: an unknown rid is ignored.
+
+    ``tokens`` is the exact answer length when the runtime reported one (None: trust what ``Produced`` added up to).
+    ``draining`` says that the runtime may still be busy with it: seat and pages stay taken until ``SeatIdle``.
+    """
+
+    rid: RequestId
+    reason: EndReason
+    tokens: int | None = None
+    draining: bool = False
+
+
+@frozen
+class SeatIdle:
+    """The runtime is done with a request that ended while draining."""
+
+    rid: RequestId
+
+
+@frozen
+class BackendUp:
+    """The backend answers, with these limits. Also sent when the limits changed. ``fresh`` says that the runtime was
+    restarted or lost its KV, so cached prefixes are forgotten."""
+
+    limits: Limits
+    fresh: bool = False
+
+
+@frozen
+class BackendDown:
+    """The backend does not serve now. Nothing is admitted; waiting requests wait, until their deadline, for
+    ``BackendUp``. With ``refuse`` they and all newcomers are refused at once (BACKEND_DOWN)."""
+
+    refuse: bool = False
+
+
+@frozen
+class Closing:
+    """Drain: refuse newcomers; with ``refuse_waiting`` also those in the queue."""
+
+    refuse_waiting: bool = True
+
+
+Event = Union[Submitted, Recounted, Produced, Ended, SeatIdle, BackendUp, BackendDown, Closing]
+
+# --- actions --------------------------------------------------------------------------------------------------------
+
+
+@frozen
+class Admit:
+    """Start it. ``table`` holds its pages, ``tokens_cached`` of its prompt are expected in the runtime's cache,
+    ``reserved`` pages more are promised to its answer. ``slot`` is the llama.cpp slot to pin, None for any."""
+
+    rid: RequestId
+    table: PageTable
+    tokens_cached: int
+    reserved: int = 0
+    slot: int | None = None
+
+
+@frozen
+class Refuse:
+    """Turn it away. ``tokens`` and ``limit`` fill the message of TOO_LONG; ``retry_after_s`` is a truthful wait."""
+
+    rid: RequestId
+    why: RefuseReason
+    retry_after_s: float | None = None
+    tokens: int = 0
+    limit: int = 0
+
+
+@frozen
+class Truncate:
+    """End this running stream now (finish_reason "length"): in a unified pool its next page would be taken from the
+    runtime's other requests and kill them all. The shell answers with ``Ended(TRUNCATED)``."""
+
+    rid: RequestId
+
+
+Action = Union[Admit, Refuse, Truncate]

@@ -1,0 +1,82 @@
+"""Who goes first, and who may pass a blocked head. Plain functions over numbers.
+
+*Order.* Every request gets a *handicap* in seconds when it is submitted, and requests are served by arrival +
+handicap. A priority class is worth ``ageing_s`` seconds: after waiting that long a NORMAL request stands where a HIGH
+one that arrives now stands, which is what "promoted by ageing" means, without anything to re-sort as time goes by.
+Under ``sjf`` predicted work adds up to another ``ageing_s``, approached but never reached however long the job
+(``work / (work + half)``), so short jobs pass long ones and a long job is passed only by those that arrive within
+``ageing_s`` after it. Nobody can be passed by a request that arrives more than ``(class + 1) * ageing_s`` later: no
+starvation, whatever the load.
+
+*Backfill* (EASY). The head lacks pages. Time is counted in steps of one answer token for every running sequence.
+``plan_horizon`` asks when enough pages come back for the head if every running request uses its whole answer
+(``steps``), and how many pages are left over then (``spare``). A later request may pass if it is over by that time or
+if it lives on the spare pages. A running request without a known length gives nothing back before infinity; if the
+head depends on such a one, later requests may only use what is spare after everything that ran *before the head was
+blocked* has ended. Counting the pages of those that passed it as well would let the unlimited starve the head for ever.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from math import inf
+
+from attrs import frozen
+
+from .settings import SchedulerSettings
+from .types import Priority
+
+
+def predicted_work(tokens_uncached: int, answer_tokens: int, prefill_weight: float) -> float:
+    """Work of a request in units of one answer token."""
+    return tokens_uncached * prefill_weight + answer_tokens
+
+
+def handicap_s(settings: SchedulerSettings, priority: Priority, work: float) -> float:
+    """Seconds by which a request stands behind a HIGH (and, under sjf, infinitely short) one of the same arrival."""
+    share = work / (work + settings.sjf_half_work) if settings.order == "sjf" else 0.0
+    return settings.ageing_s * (priority.value + share)
+
+
+@frozen(slots=True)
+class Forecast:
+    """What a running request will give back: ``pages`` after ``steps`` more tokens (inf: not known).
+
+    ``passed`` says that it was let past the very head whose start is being planned.
+    """
+
+    steps: float
+    pages: int
+    passed: bool = False
+
+
+@frozen(slots=True)
+class Horizon:
+    """The head's predicted start, and the pages that are left over beside it then."""
+
+    steps: float
+    spare: int
+
+    def lets_pass(self, steps: float, pages: int) -> bool:
+        """Whether a request of that length and size cannot delay the head."""
+        return steps <= self.steps < inf or pages <= self.spare
+
+
+def plan_horizon(running: Iterable[Forecast], room: int, target: int) -> Horizon:
+    """When ``room`` pages will have grown to ``target``, and what is spare then.
+
+    A target that all ends together do not reach means that the head wants the machine for itself (the ledger lets a
+    lone request ignore the watermark): it starts after the last end, and nothing is spare beside it.
+    """
+    forecasts = list(running)
+    known = sorted((f.steps, f.pages) for f in forecasts if f.steps < inf)
+    pages_then, start = room, 0.0
+    for steps, pages in known:
+        if pages_then >= target and steps > start:  # all that end in one step are there when the head starts
+            break
+        pages_then, start = pages_then + pages, steps
+    if pages_then >= target:
+        return Horizon(start, pages_then - target)
+    if len(known) == len(forecasts):
+        return Horizon(start, 0)
+    return Horizon(inf, max(0, room + sum(f.pages for f in forecasts if not f.passed) - target))

@@ -1,0 +1,327 @@
+"""Decides which request reaches the runtime, and when.
+
+Theory of operation. The scheduler is told what happened (events) and answers what to do (actions); it owns the queue,
+the seats and, through the ledger, the pages. One ``step`` applies the events in their order, then refuses what has
+waited too long, then admits. A request is in exactly one place: waiting, running (which includes *draining*: its answer
+is over but the runtime may still be busy with it, so seat and pages stay taken), or forgotten.
+
+Admission looks at the head of the queue only. Without a free seat nothing happens. When the head lacks pages, a bounded
+number of requests behind it may pass, if its own predicted start does not move (``policy``). Queue bounds are enforced
+last, on this step's newcomers in their order, so that a burst that finds idle seats is not refused for a short queue.
+
+Nothing is admitted before the first ``BackendUp`` (capacity is unknown, so nothing can be called too long either) nor
+while the backend is down. Events about requests that are already forgotten are ignored: the shell and the runtime
+race, and the scheduler is where the race ends. What cannot be is an ``AccountingBug``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import islice
+from math import inf
+
+from . import messages as m
+from .ledger import Ledger
+from .policy import handicap_s, plan_horizon, predicted_work
+from .prefix import PrefixNode
+from .queue import WaitingQueue
+from .rate import ServiceRate
+from .settings import SchedulerSettings
+from .snapshot import Counters, RunningView, Seats, Snapshot, TierPages, WaitingView
+from .state import Running, Waiting
+from .types import AccountingBug, EndReason, RefuseReason, RequestId
+
+__all__ = ["Scheduler", "SchedulerSettings"]
+
+
+class Scheduler:
+    """One lane's scheduler. Not thread safe: one task owns it. Times are seconds on one monotonic clock."""
+
+    def __init__(self, settings: SchedulerSettings) -> None:
+        self.settings = settings
+        self._queue = WaitingQueue()
+        self._running: dict[RequestId, Running] = {}
+        self._ledger: Ledger | None = None
+        self._rate = ServiceRate(settings.service_window_s)
+        self._up = False
+        self._refusing = False  # the backend is down for good, as far as anybody knows
+        self._closing = False
+        self._now = -inf
+        self._seq = 0
+        self._newcomers: list[Waiting] = []
+        self._actions: list[m.Action] = []
+        self._seats_bound = 0  # most that may be running: the seats, or what a shrunk backend still runs
+        self._refused: dict[RefuseReason, int] = {}
+        self._admitted = self._ended = self._truncated = self._backfilled = 0
+
+    # --- the contract -----------------------------------------------------------------------------------------------
+
+    def step(self, now: float, events: Sequence[m.Event]) -> list[m.Action]:
+        """Apply ``events`` in order, expire, admit; returns what the shell has to do, in order.
+
+        Errors: ``AccountingBug`` only. A clock that runs backwards is taken as standing still.
+        """
+        now = self._now = max(self._now, now)
+        self._actions, self._newcomers = [], []
+        for event in events:
+            self._apply(event, now)
+        for waiting in self._queue.expired(now):
+            self._turn_away(waiting, RefuseReason.TIMEOUT, self._wait_s(now))
+        if self._ledger is not None:
+            self._ledger.expire(now)
+            if self._up:
+                self._admit_all(self._ledger, now)
+        self._bound_newcomers(now)
+        return self._actions
+
+    def next_deadline(self) -> float | None:
+        """When ``step`` has something to do even if no event arrives; None: never."""
+        times = [self._queue.next_deadline(), self._ledger.tree.next_expiry() if self._ledger else None]
+        return min((time for time in times if time is not None), default=None)
+
+    def check_invariants(self) -> None:
+        """Raise AssertionError if the books are wrong. Costs time in proportion to everything that is held."""
+        self._queue.check()
+        assert not any(rid in self._queue for rid in self._running), "waiting and running"
+        assert len(self._running) <= self._seats_bound, "more running than seats"
+        if self._ledger is None:
+            assert not self._running
+        else:
+            self._ledger.check(list(self._running.values()))
+
+    def snapshot(self, now: float) -> Snapshot:
+        """A frozen copy for people and metrics. Changes nothing."""
+        now = max(now, self._now)
+        shown = islice(self._queue.upcoming(now), self.settings.waiting_shown_max)
+        ledger = self._ledger
+        return Snapshot(
+            now=now,
+            waiting=tuple(
+                WaitingView(w.rid, place, now - w.arrived, w.tokens, w.priority, w.client)
+                for place, w in enumerate(shown, 1)
+            ),
+            waiting_total=len(self._queue),
+            waiting_bytes=self._queue.bytes,
+            running=tuple(RunningView.of(run, now) for run in self._running.values()),
+            up=self._up,
+            closing=self._closing,
+            seats=Seats(self._seats(), len(self._running), sum(run.draining for run in self._running.values())),
+            pages=(TierPages.of(ledger.pool, ledger.tree.evictable), TierPages.of(ledger.host)) if ledger else (),
+            prefix_nodes=ledger.tree.size if ledger else 0,
+            prefix_tokens=ledger.tree.size * ledger.limits.page_tokens if ledger else 0,
+            limits=ledger.limits if ledger else None,
+            overdrawn=ledger.pool.overdrawn if ledger else 0,
+            ends_per_s=self._rate.per_s(now),
+            counters=Counters(
+                admitted=self._admitted,
+                refused=dict(self._refused),
+                ended=self._ended,
+                prefix_tokens_accounted=ledger.tokens_cached if ledger else 0,
+                pages_evicted=ledger.evicted if ledger else 0,
+                truncated=self._truncated,
+                backfilled=self._backfilled,
+            ),
+        )
+
+    # --- events -----------------------------------------------------------------------------------------------------
+
+    def _apply(self, event: m.Event, now: float) -> None:
+        match event:
+            case m.Produced():
+                self._produced(event)
+            case m.Submitted():
+                self._submitted(event, now)
+            case m.Ended():
+                self._ended_event(event, now)
+            case m.SeatIdle(rid):
+                run = self._running.get(rid)
+                if run is not None and run.draining:
+                    self._close(run, now)
+            case m.Recounted():
+                self._recounted(event)
+            case m.BackendUp():
+                self._backend_up(event)
+            case m.BackendDown(refuse):
+                self._up, self._refusing = False, refuse
+                if refuse:
+                    self._turn_all_away(RefuseReason.BACKEND_DOWN)
+            case m.Closing(refuse_waiting):
+                self._closing = True
+                if refuse_waiting:
+                    self._turn_all_away(RefuseReason.CLOSING)
+
+    def _submitted(self, event: m.Submitted, now: float) -> None:
+        if event.rid in self._queue or event.rid in self._running:
+            raise AccountingBug(f"request {event.rid} was submitted twice")
+        waiting = Waiting.of(event, now, min(event.deadline, now + self.settings.wait_s_max), self._seq)
+        self._seq += 1
+        if self._closing:
+            self._refuse(waiting, RefuseReason.CLOSING)
+        elif self._refusing:
+            self._refuse(waiting, RefuseReason.BACKEND_DOWN)
+        elif self._ledger is not None and self._ledger.never_fits(waiting.tokens):
+            self._refuse(waiting, RefuseReason.TOO_LONG)
+        else:
+            waiting.handicap_s = self._handicap_s(waiting)
+            if self._ledger is not None:
+                waiting.pages = self._ledger.entitlement(waiting.tokens, waiting.tokens_max)
+            self._queue.add(waiting)
+            self._newcomers.append(waiting)
+
+    def _recounted(self, event: m.Recounted) -> None:
+        waiting = self._queue.get(event.rid)
+        if waiting is None:
+            return
+        waiting.keys, waiting.tokens, waiting.count_source = event.keys, event.tokens, event.count_source
+        if not self._turned_away_too_long(waiting):
+            self._queue.reorder(waiting, self._handicap_s(waiting))
+
+    def _produced(self, event: m.Produced) -> None:
+        run = self._running.get(event.rid)
+        if run is None or self._ledger is None:
+            return
+        run.produced += event.tokens
+        if self._ledger.grow(run, event.tokens) and not run.truncated:
+            run.truncated = True
+            self._truncated += 1
+            self._actions.append(m.Truncate(run.rid))
+
+    def _ended_event(self, event: m.Ended, now: float) -> None:
+        if event.rid in self._queue:
+            self._queue.remove(event.rid)
+            return
+        run = self._running.get(event.rid)
+        if run is None:
+            return
+        if not run.draining:  # the first report says why; a second one only says that the runtime is done
+            run.produced = max(run.produced, event.tokens or 0)
+            run.computed = event.reason is EndReason.FINISHED or run.produced > 0
+        if event.draining:
+            run.draining = True
+        else:
+            self._close(run, now)
+
+    def _close(self, run: Running, now: float) -> None:
+        assert self._ledger is not None  # nothing runs before capacity is known
+        self._ledger.close(run, now, register=run.computed)
+        del self._running[run.rid]
+        self._seats_bound = max(self._seats(), len(self._running))
+        self._ended += 1
+        self._rate.note_end(now)
+
+    def _backend_up(self, event: m.BackendUp) -> None:
+        before = None if self._ledger is None else self._ledger.limits
+        self._up, self._refusing = True, False
+        if self._ledger is None:
+            self._ledger = Ledger(self.settings, event.limits)
+        else:
+            self._ledger.set_limits(event.limits, event.fresh)
+        self._seats_bound = max(self._seats(), len(self._running))
+        if before == event.limits:
+            return
+        for waiting in self._queue:
+            if before is not None and before.page_tokens != event.limits.page_tokens:
+                waiting.keys = ()  # they name pages of another size
+            self._turned_away_too_long(waiting)
+
+    # --- refusing ---------------------------------------------------------------------------------------------------
+
+    def _turned_away_too_long(self, waiting: Waiting) -> bool:
+        if self._ledger is None:
+            return False
+        waiting.pages = self._ledger.entitlement(waiting.tokens, waiting.tokens_max)
+        if not self._ledger.never_fits(waiting.tokens):
+            return False
+        self._turn_away(waiting, RefuseReason.TOO_LONG)
+        return True
+
+    def _turn_all_away(self, why: RefuseReason) -> None:
+        for waiting in self._queue:
+            self._turn_away(waiting, why)
+
+    def _turn_away(self, waiting: Waiting, why: RefuseReason, retry_after_s: float | None = None) -> None:
+        self._queue.remove(waiting.rid)
+        self._refuse(waiting, why, retry_after_s)
+
+    def _refuse(self, waiting: Waiting, why: RefuseReason, retry_after_s: float | None = None) -> None:
+        limit = self._ledger.tokens_limit() if self._ledger is not None else 0
+        self._refused[why] = self._refused.get(why, 0) + 1
+        self._actions.append(m.Refuse(waiting.rid, why, retry_after_s, waiting.tokens, limit))
+
+    def _bound_newcomers(self, now: float) -> None:
+        """Refuse those of this step's newcomers that still wait and exceed the bounds, the later ones first."""
+        left = [w for w in self._newcomers if self._queue.get(w.rid) is w]
+        count, size = len(self._queue) - len(left), self._queue.bytes - sum(w.bytes for w in left)
+        for waiting in left:
+            if count >= self.settings.queue_max:
+                self._turn_away(waiting, RefuseReason.QUEUE_FULL, self._wait_s(now))
+            elif size + waiting.bytes > self.settings.queue_bytes_max:
+                self._turn_away(waiting, RefuseReason.QUEUE_BYTES, self._wait_s(now))
+            else:
+                count, size = count + 1, size + waiting.bytes
+
+    def _wait_s(self, now: float) -> float | None:
+        """What a request that came back now, behind all others, would have to wait."""
+        return self._rate.wait_s(now, len(self._queue))
+
+    # --- admitting --------------------------------------------------------------------------------------------------
+
+    def _seats(self) -> int:
+        return 0 if self._ledger is None else min(self.settings.seats_max, self._ledger.limits.seats)
+
+    def _handicap_s(self, waiting: Waiting) -> float:
+        work = 0.0
+        if self.settings.order == "sjf":
+            cached = 0
+            if self._ledger is not None:
+                cached = len(self._ledger.cached_run(waiting, self._now)) * self._ledger.limits.page_tokens
+            answer = self.settings.answer_tokens_default if waiting.tokens_max is None else waiting.tokens_max
+            work = predicted_work(waiting.tokens - cached, answer, self.settings.prefill_weight)
+        return handicap_s(self.settings, waiting.priority, work)
+
+    def _admit_all(self, ledger: Ledger, now: float) -> None:
+        while len(self._running) < self._seats() and (head := self._queue.head()) is not None:
+            run: list[PrefixNode] = []
+            if ledger.fits(ledger.charge_least(head), len(self._running)):
+                run = ledger.cached_run(head, now)
+                if ledger.fits(ledger.charge(head, run), len(self._running)):
+                    self._admit(ledger, head, run, now)
+                    continue
+            if self.settings.backfill:
+                self._backfill(ledger, head, now)
+            return
+
+    def _admit(
+        self, ledger: Ledger, waiting: Waiting, run: list[PrefixNode], now: float, passed: RequestId | None = None
+    ) -> None:
+        # Backfill is no turn of its client: it uses what nobody else can, and must not set the client's own head back.
+        self._queue.remove(waiting.rid, granted=now if passed is None else None)
+        started = self._running[waiting.rid] = ledger.open(waiting, run, now)
+        started.passed = passed
+        self._admitted += 1
+        self._backfilled += passed is not None
+        self._actions.append(m.Admit(waiting.rid, started.table, started.tokens_cached, started.promised))
+
+    def _backfill(self, ledger: Ledger, head: Waiting, now: float) -> None:
+        """Let requests behind a head that lacks pages pass, as far as its start is not delayed.
+
+        Candidates are measured without their cached prefix: cheaper, and never too small.
+        """
+        if ledger.room <= ledger.watermark or ledger.pool.overdrawn:
+            return
+        horizon = None
+        for candidate in list(islice(self._queue.upcoming(now), 1, 1 + self.settings.backfill_candidates_max)):
+            if not ledger.fits(candidate.pages, len(self._running)):
+                continue
+            if horizon is None:
+                head_run = ledger.cached_run(head, now)
+                target = ledger.charge(head, head_run) + ledger.watermark
+                forecasts = [ledger.forecast(run, head, head_run) for run in self._running.values()]
+                horizon = plan_horizon(forecasts, ledger.room, target)
+            steps = inf if candidate.tokens_max is None else candidate.tokens_max
+            if not horizon.lets_pass(steps, candidate.pages):
+                continue
+            self._admit(ledger, candidate, ledger.cached_run(candidate, now), now, passed=head.rid)
+            if len(self._running) >= self._seats():
+                return
+            horizon = None

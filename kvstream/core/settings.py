@@ -1,0 +1,42 @@
+"""What an operator decides about the scheduling of one lane; every bound has a name and a unit."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from attrs import field, frozen
+from attrs.validators import ge, gt, in_, lt
+
+
+@frozen(kw_only=True)
+class SchedulerSettings:
+    """``seats_max`` requests run at once, if the backend has that many seats. Counts unless a unit is in the name.
+
+    * ``queue_max``, ``queue_bytes_max``: newcomers beyond these are refused at once; ``wait_s_max`` bounds every wait,
+      also where the request's own deadline is later.
+    * ``ageing_s``: what one priority class is worth in seconds of waiting, and the most that ``sjf`` lets a short
+      request gain on a long one.
+    * ``answer_tokens_default``: the answer to reserve for a request that set no limit.
+    * ``watermark``: fraction of the pages that admission leaves free for growth.
+    * ``prefill_weight``: work of one uncached prompt token, with an answer token as 1 (prefill is batched, decode not).
+    * ``backfill_candidates_max``: how many requests behind a blocked head one step looks at.
+    """
+
+    order: Literal["fcfs", "sjf"] = field(default="fcfs", validator=in_(("fcfs", "sjf")))
+    seats_max: int = field(default=16, validator=ge(1))
+    queue_max: int = field(default=1000, validator=ge(0))
+    queue_bytes_max: int = field(default=256 * 1024 * 1024, validator=ge(0))
+    wait_s_max: float = field(default=120.0, validator=gt(0))
+    ageing_s: float = field(default=30.0, validator=ge(0))
+    answer_tokens_default: int = field(default=512, validator=ge(1))
+    backfill: bool = True
+    watermark: float = field(default=0.02, validator=[ge(0), lt(1)])
+    prefix_enabled: bool = True
+    prefix_tokens_max: int = field(default=32_768, validator=ge(0))
+    prefix_ttl_s: float = field(default=3600.0, validator=gt(0))
+    prefill_weight: float = field(default=0.1, validator=ge(0))
+    sjf_half_work: float = field(default=1024.0, validator=gt(0))
+    backfill_candidates_max: int = field(default=32, validator=ge(0))
+    service_window_s: float = field(default=60.0, validator=gt(0))
+    expiries_per_step_max: int = field(default=512, validator=ge(1))
+    waiting_shown_max: int = field(default=100, validator=ge(0))

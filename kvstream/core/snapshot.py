@@ -1,0 +1,108 @@
+"""What an operator may see of a scheduler at one moment: frozen copies, safe to hand to any task."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from attrs import frozen
+
+from .pool import PagePool
+from .state import Running
+from .types import Limits, Priority, RefuseReason, RequestId, Tier
+
+
+@frozen
+class WaitingView:
+    """``position`` counts from 1, the next to be admitted."""
+
+    rid: RequestId
+    position: int
+    age_s: float
+    tokens: int
+    priority: Priority
+    client: str
+
+
+@frozen
+class RunningView:
+    """``tokens`` is prompt + answer so far, ``tokens_cached`` the part of the prompt expected in the runtime's cache,
+    ``age_s`` the time since admission."""
+
+    rid: RequestId
+    tokens: int
+    pages: int
+    tokens_cached: int
+    age_s: float
+    draining: bool
+    client: str
+
+    @classmethod
+    def of(cls, run: Running, now: float) -> RunningView:
+        table = run.table
+        age_s = now - run.admitted
+        return cls(run.rid, table.length, table.pages_held, run.tokens_cached, age_s, run.draining, run.client)
+
+
+@frozen
+class Seats:
+    """``total`` may be used, ``used`` are taken, of which ``draining`` wait for the runtime to notice the end."""
+
+    total: int
+    used: int
+    draining: int
+
+
+@frozen
+class TierPages:
+    """Distinct pages: total + overdrawn = free + held. ``cached`` are held by the tree alone and can be evicted;
+    ``promised`` are set aside for answers, out of free and cached."""
+
+    tier: Tier
+    total: int
+    free: int
+    held: int
+    cached: int
+    promised: int
+    overdrawn: int
+
+    @classmethod
+    def of(cls, pool: PagePool, cached: int = 0) -> TierPages:
+        return cls(pool.tier, pool.total, pool.free, pool.held, cached, pool.promised, pool.overdrawn)
+
+
+@frozen
+class Counters:
+    """Totals since the start."""
+
+    admitted: int
+    refused: Mapping[RefuseReason, int]
+    ended: int
+    prefix_tokens_accounted: int
+    pages_evicted: int
+    truncated: int
+    backfilled: int
+
+
+@frozen
+class Snapshot:
+    """``waiting`` is capped, ``waiting_total`` is not. ``limits`` is None before the first ``BackendUp``."""
+
+    now: float
+    waiting: tuple[WaitingView, ...]
+    waiting_total: int
+    waiting_bytes: int
+    running: tuple[RunningView, ...]
+    up: bool
+    closing: bool
+    seats: Seats
+    pages: tuple[TierPages, ...]
+    prefix_nodes: int
+    prefix_tokens: int
+    limits: Limits | None
+    overdrawn: int
+    ends_per_s: float | None
+    counters: Counters
+
+    @property
+    def draining(self) -> int:
+        return self.seats.draining

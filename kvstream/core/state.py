@@ -1,0 +1,78 @@
+"""The mutable records of the core: one per waiting and one per running request. Owned by the scheduler alone."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from attrs import define, field
+
+from .messages import Submitted
+from .prefix import PrefixNode
+from .table import PageTable
+from .types import CountSource, PageKey, Priority, RequestId
+
+
+@define(eq=False, slots=True)
+class Waiting:
+    """A request in the queue. ``arrived`` and ``deadline`` are absolute seconds, ``seq`` the order of submission,
+    ``handicap_s`` see ``policy``, ``pages`` what it needs if nothing of it is cached (0 until capacity is known)."""
+
+    rid: RequestId
+    keys: tuple[PageKey, ...]
+    tokens: int
+    tokens_max: int | None
+    priority: Priority
+    client: str
+    bytes: int
+    deadline: float
+    arrived: float
+    seq: int
+    count_source: CountSource
+    handicap_s: float = 0.0
+    pages: int = 0
+
+    @classmethod
+    def of(cls, event: Submitted, arrived: float, deadline: float, seq: int) -> Waiting:
+        return cls(
+            rid=event.rid,
+            keys=event.keys,
+            tokens=event.tokens,
+            tokens_max=event.tokens_max,
+            priority=event.priority,
+            client=event.client,
+            bytes=event.bytes,
+            deadline=deadline,
+            arrived=arrived,
+            seq=seq,
+            count_source=event.count_source,
+        )
+
+
+@define(eq=False, slots=True)
+class Running:
+    """A request with a seat. ``path`` are the locked prefix nodes whose pages start the table, ``promised`` the pages
+    still set aside for its answer, ``produced`` its answer tokens, ``epoch`` the life of the runtime's cache it began
+    in, ``passed`` the blocked head it was let past."""
+
+    rid: RequestId
+    keys: tuple[PageKey, ...]
+    tokens: int
+    tokens_max: int | None
+    client: str
+    arrived: float
+    admitted: float
+    table: PageTable
+    path: Sequence[PrefixNode]
+    promised: int
+    epoch: int
+    passed: RequestId | None = None
+    produced: int = 0
+    tokens_cached: int = 0
+    draining: bool = False
+    truncated: bool = False
+    computed: bool = field(default=False)  # the whole prompt is certainly in the runtime's KV
+
+    @property
+    def tokens_left(self) -> int | None:
+        """Answer tokens that may still come; None when the client set no limit."""
+        return None if self.tokens_max is None else max(0, self.tokens_max - self.produced)

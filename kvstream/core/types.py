@@ -1,0 +1,110 @@
+"""The nouns of the core: frozen values that the scheduler, the adapters and the shell pass to each other.
+
+A *page* is a fixed number of tokens of KV and the unit of accounting. A *seat* is a place in the running batch.
+Nothing here does I/O, reads a clock or draws a random number.
+"""
+
+from __future__ import annotations
+
+from enum import Enum
+from typing import NewType
+
+from attrs import field, frozen
+
+RequestId = NewType("RequestId", int)
+PageId = NewType("PageId", int)
+
+
+class PoolMode(Enum):
+    """How a runtime lays out its KV memory; it decides what can go wrong, hence what is reserved.
+
+    * ``SPLIT``: every slot owns a context. A request is bounded by that context; other requests cannot hurt it.
+    * ``UNIFIED``: one pool for all slots, and running out of it ends *every* running request. The sum of prompt and
+      reserved answer over the running requests must fit.
+    * ``UNKNOWN``: the figures are configured, or the runtime pages and preempts by itself (vLLM). Running out costs
+      speed, not requests.
+    """
+
+    SPLIT = "split"
+    UNIFIED = "unified"
+    UNKNOWN = "unknown"
+
+
+@frozen
+class Limits:
+    """What a backend can hold. ``pages`` counts device pages of ``page_tokens`` tokens each.
+
+    ``request_tokens_max`` caps prompt + answer of one request (None: not known). ``shares_prefix`` says whether two
+    *running* sequences with a common prefix occupy its pages once (vLLM) or each for itself (llama.cpp slots). When
+    it is False a cached prefix can be taken over by one running request, never by two at a time.
+    ``source`` says in words where the figures come from. ``host_pages`` is the size of the host tier.
+    """
+
+    mode: PoolMode
+    seats: int
+    pages: int
+    page_tokens: int
+    request_tokens_max: int | None = None
+    shares_prefix: bool = False
+    host_pages: int = 0
+    source: str = "configured"
+
+
+@frozen
+class PageKey:
+    """Names one full page of a prompt: a hash chained over all pages before it, and the page's own content.
+
+    ``digest`` is a hint for lookup; ``content`` (packed token ids or UTF-8 text of the page) is compared on a hit, so
+    a hash collision cannot hand one prompt the pages of another.
+    """
+
+    digest: bytes = field(repr=lambda d: d.hex()[:8])
+    content: bytes = field(repr=lambda c: f"{len(c)} bytes")
+
+
+class CountSource(Enum):
+    """How a prompt's length and page keys were obtained."""
+
+    EXACT = "exact"
+    ESTIMATED = "estimated"
+
+
+class Priority(Enum):
+    """Priority classes, most urgent first."""
+
+    HIGH = 0
+    NORMAL = 1
+    LOW = 2
+
+
+class EndReason(Enum):
+    """Why a request left the scheduler, as the shell reports it."""
+
+    FINISHED = "finished"
+    CANCELLED = "cancelled"  # the client left, or gave up
+    FAILED = "failed"  # the runtime or the network
+    STALLED = "stalled"  # the client stopped reading
+    TRUNCATED = "truncated"  # we ended it for lack of pages
+
+
+class RefuseReason(Enum):
+    """Why the scheduler turned a request away. Each maps to one error of ``kvstream.errors``."""
+
+    TOO_LONG = "too_long"  # can never fit: 400 context_length_exceeded
+    QUEUE_FULL = "queue_full"
+    QUEUE_BYTES = "queue_bytes"
+    TIMEOUT = "timeout"  # waited until its deadline
+    CLOSING = "closing"  # draining
+    BACKEND_DOWN = "backend_down"
+
+
+class AccountingBug(Exception):
+    """The core was told, or has computed, something that cannot be: a page dropped twice, one request submitted
+    twice. Never raised for load. The process should end: corrupt accounting must not keep serving."""
+
+
+class Tier(Enum):
+    """Where pages live."""
+
+    DEVICE = "device"
+    HOST = "host"
