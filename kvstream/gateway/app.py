@@ -1,0 +1,211 @@
+"""The HTTP surface: model routes to the proxy, everything else to a small Quart application.
+
+What stands before both: the Host check on loopback binds. A web page can make a browser send requests to 127.0.0.1
+under a name of its own (DNS rebinding); such a request carries that name in its Host header and is turned away.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import json
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import trio
+from attrs import frozen
+from quart import Response
+from quart_trio import QuartTrio
+from werkzeug.exceptions import HTTPException
+
+from .. import __version__
+from ..adapters.base import Health
+from ..errors import (
+    BackendUnavailableError,
+    ForbiddenHostError,
+    KVStreamError,
+    MethodNotAllowedError,
+    ModelNotFoundError,
+    RouteNotFoundError,
+)
+from .asgi import Receive, Scope, Send, retry_header, send_error
+from .engine import Engine
+from .failures import error_of
+from .metrics import CONTENT_TYPE, Metrics
+from .proxy import Proxy
+from .status import status_json
+
+MODELS_TIMEOUT_S = 5.0
+
+
+@frozen
+class AppSettings:
+    """``hosts`` are the accepted Host names, lower case; None accepts any (not a loopback bind)."""
+
+    hosts: frozenset[str] | None
+
+
+class App:
+    """The ASGI application. ``active`` counts requests in hand, for the drain."""
+
+    def __init__(self, engine: Engine, proxy: Proxy, metrics: Metrics, settings: AppSettings,
+                 extra_status: Callable[[], Mapping[str, Any]]) -> None:
+        self._engine = engine
+        self._proxy = proxy
+        self._settings = settings
+        self._quart = build_quart(engine, metrics, extra_status)
+        self.active = 0
+        self._idle = trio.Event()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            return
+        self.active += 1
+        try:
+            await self._dispatch(scope, receive, send)
+        finally:
+            self.active -= 1
+            if not self.active:
+                self._idle.set()
+
+    async def _dispatch(self, scope: Scope, receive: Receive, send: Send) -> None:
+        route = scope["path"]
+        try:
+            self._check_host(scope)
+            if route not in self._engine.adapter.capabilities.routes:
+                await self._quart(scope, receive, send)  # type: ignore[arg-type]
+                return
+            if scope["method"] != "POST":
+                raise MethodNotAllowedError(f"{route} takes POST, not {scope['method']}")
+        except KVStreamError as error:
+            await send_error(send, error, [(b"connection", b"close")])
+            return
+        await self._proxy(route, scope, receive, send)
+
+    def _check_host(self, scope: Scope) -> None:
+        if self._settings.hosts is None:
+            return
+        values = [value for name, value in scope["headers"] if name == b"host"]
+        if len(values) == 1 and host_name(values[0].decode("latin-1")) in self._settings.hosts:
+            return
+        shown = ", ".join(v.decode("latin-1")[:80] for v in values) or "none"
+        raise ForbiddenHostError(
+            f"Host {shown!r} is not served here; add the name to server.allowed_hosts if it is yours")
+
+    async def wait_idle(self) -> None:
+        """Wait until no request is in hand."""
+        while self.active:
+            self._idle = trio.Event()
+            await self._idle.wait()
+
+
+def host_name(host: str) -> str:
+    """The name part of a Host header, lower case: without port, brackets and one trailing dot."""
+    host = host.strip().lower()
+    if host.startswith("["):
+        return host[1:].partition("]")[0]
+    return host.partition(":")[0].removesuffix(".")
+
+
+def accepted_hosts(bind: str, allowed: tuple[str, ...]) -> frozenset[str] | None:
+    """Which Host names a bind accepts: on loopback the loopback names and ``allowed``, elsewhere any."""
+    try:
+        loopback = ipaddress.ip_address(bind.strip("[]")).is_loopback
+    except ValueError:
+        loopback = bind.lower() == "localhost"
+    if not loopback:
+        return None
+    return frozenset({"localhost", "127.0.0.1", "::1", bind.lower().strip("[]"), *(host_name(h) for h in allowed)})
+
+
+def build_quart(engine: Engine, metrics: Metrics, extra_status: Callable[[], Mapping[str, Any]]) -> QuartTrio:
+    """The routes that are not model calls. They never queue."""
+    app = QuartTrio("kvstream")
+    app.config["MAX_CONTENT_LENGTH"] = 65536
+    models = _Models(engine)
+
+    @app.get("/health")
+    async def health() -> Response:
+        return reply({"status": "ok", "version": __version__})
+
+    @app.get("/ready")
+    async def ready() -> Response:
+        state = engine.watcher.backend.state
+        good = state in (Health.UP, Health.SLEEPING) and not engine.closing
+        return reply({"status": "ready" if good else "draining" if engine.closing else state}, 200 if good else 503)
+
+    @app.get("/status")
+    async def status() -> Response:
+        return reply(status_json(engine, trio.current_time()) | dict(extra_status()))
+
+    @app.get("/metrics")
+    async def exposition() -> Response:
+        return Response(metrics.exposition(), content_type=CONTENT_TYPE)
+
+    @app.get("/v1/models")
+    async def list_models() -> Response:
+        return reply(await models.listing())
+
+    @app.get("/v1/models/<path:model>")
+    async def one_model(model: str) -> Response:
+        return reply(await models.one(model))
+
+    @app.errorhandler(HTTPException)
+    async def http_error(error: HTTPException) -> Response:
+        return error_reply(http_failure(error))
+
+    @app.errorhandler(KVStreamError)
+    async def failure(error: KVStreamError) -> Response:
+        return error_reply(error)
+
+    return app
+
+
+def http_failure(error: HTTPException) -> KVStreamError:
+    """An error of the framework as one of ours."""
+    if error.code == 404:
+        return RouteNotFoundError("no such route here; KVStream serves /v1/chat/completions, /v1/completions, "
+                                  "/v1/models, /health, /ready, /status and /metrics")
+    if error.code == 405:
+        return MethodNotAllowedError("this route does not take that method")
+    return KVStreamError(error.description or "request failed", status=error.code or 500)
+
+
+def reply(value: Any, status: int = 200) -> Response:
+    return Response(json.dumps(value), status, {"X-KVStream-Version": __version__}, content_type="application/json")
+
+
+def error_reply(error: KVStreamError) -> Response:
+    response = reply(error.envelope(), error.status)
+    for name, value in retry_header(error):
+        response.headers[name.decode()] = value.decode()
+    return response
+
+
+class _Models:
+    """The backend's model list; the last good one is kept, so that a busy or restarting backend does not hide it."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self._last: dict[str, Any] | None = None
+
+    async def listing(self) -> dict[str, Any]:
+        adapter = self._engine.adapter
+        try:
+            answer = await self._engine.upstream.request(adapter.models(), timeout_s=MODELS_TIMEOUT_S)
+            if answer.status >= 400:
+                raise error_of(adapter.error(answer))
+            listing = answer.json()
+            if not isinstance(listing, dict) or not isinstance(listing.get("data"), list):
+                raise BackendUnavailableError("the backend's model list cannot be read")
+            self._last = listing
+            return listing
+        except KVStreamError:
+            if self._last is None:
+                raise
+            return self._last
+
+    async def one(self, model: str) -> dict[str, Any]:
+        for entry in (await self.listing())["data"]:
+            if isinstance(entry, dict) and (entry.get("id") == model or model in (entry.get("aliases") or ())):
+                return entry
+        raise ModelNotFoundError(f"the backend has no model {model[:200]!r}; see GET /v1/models", param="model")

@@ -1,0 +1,107 @@
+"""The few ASGI moves the gateway makes itself: read a bounded body, send JSON, notice that a client left.
+
+Model calls do not go through Quart's dispatch. A lease must be held by one ``async with`` that spans peeking at the
+first event, choosing the status and sending the last byte; a framework that takes a response object back from a handler
+cuts that block in two, and what lies between the halves leaks when a client leaves just then.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Awaitable, Callable, Iterable
+from typing import Any
+
+import trio
+
+from .. import __version__
+from ..errors import BodyTooLargeError, InvalidRequestError, KVStreamError, MediaTypeError
+
+Scope = dict[str, Any]
+Message = dict[str, Any]
+Receive = Callable[[], Awaitable[Message]]
+Send = Callable[[Message], Awaitable[None]]
+Headers = list[tuple[bytes, bytes]]
+
+DISCARD_S_MAX = 5.0
+
+_VERSION = (b"x-kvstream-version", __version__.encode())
+
+
+class ClientGoneError(Exception):
+    """The client left while its request was being read. Never leaves this package."""
+
+
+async def read_body(scope: Scope, receive: Receive, *, bytes_max: int, gap_s: float) -> bytes:
+    """The whole request body. ``gap_s`` bounds the wait for each further piece.
+
+    *Errors*: ``BodyTooLargeError`` (as soon as it is known), ``MediaTypeError`` for an encoded body,
+    ``InvalidRequestError`` when the client stopped sending, ``ClientGoneError``.
+    """
+    for name, value in scope["headers"]:
+        if name == b"content-encoding" and value.lower() not in (b"", b"identity"):
+            raise MediaTypeError("compressed request bodies are not supported; send it without Content-Encoding")
+        if name == b"content-length" and int(value) > bytes_max:
+            raise _too_large(int(value), bytes_max)
+    parts: list[bytes] = []
+    size = 0
+    while True:
+        with trio.move_on_after(gap_s) as waited:
+            message = await receive()
+        if waited.cancelled_caught:
+            raise InvalidRequestError(f"the request body stopped coming for {gap_s:g} s", status=408)
+        if message["type"] == "http.disconnect":
+            raise ClientGoneError
+        part = message.get("body", b"")
+        size += len(part)
+        if size > bytes_max:
+            raise _too_large(size, bytes_max)
+        parts.append(part)
+        if not message.get("more_body", False):
+            return b"".join(parts) if len(parts) != 1 else parts[0]
+
+
+def _too_large(size: int, limit: int) -> BodyTooLargeError:
+    return BodyTooLargeError(
+        f"the request body has at least {size} bytes; server.body_bytes_max allows {limit} bytes")
+
+
+async def discard_body(receive: Receive) -> None:
+    """Read on after a refusal, for a bounded time, so that the client comes to read our answer instead of a reset."""
+    with trio.move_on_after(DISCARD_S_MAX):
+        while True:
+            message = await receive()
+            if message["type"] == "http.disconnect" or not message.get("more_body", False):
+                return
+
+
+async def wait_disconnect(receive: Receive) -> None:
+    """Returns when the client is gone."""
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+async def send_json(send: Send, status: int, value: Any, headers: Iterable[tuple[bytes, bytes]] = ()) -> None:
+    """A whole JSON answer; ``value`` may be ready-made bytes."""
+    body = value if isinstance(value, bytes) else json.dumps(value).encode()
+    await send({"type": "http.response.start", "status": status, "headers": [
+        (b"content-type", b"application/json"), (b"content-length", str(len(body)).encode()), _VERSION, *headers]})
+    await send({"type": "http.response.body", "body": body})
+
+
+async def send_error(send: Send, error: KVStreamError, headers: Iterable[tuple[bytes, bytes]] = ()) -> None:
+    """An error as every OpenAI client reads it, with ``Retry-After`` in whole seconds where there is one."""
+    await send_json(send, error.status, error.envelope(), [*retry_header(error), *headers])
+
+
+def retry_header(error: KVStreamError) -> Headers:
+    """``Retry-After``, rounded up: a client that comes back too early is refused again."""
+    if error.retry_after_s is None:
+        return []
+    return [(b"retry-after", str(max(1, -int(-error.retry_after_s // 1))).encode())]
+
+
+async def start_sse(send: Send, headers: Iterable[tuple[bytes, bytes]] = ()) -> None:
+    """Commit a 200 event stream that no proxy in front of us may buffer."""
+    await send({"type": "http.response.start", "status": 200, "headers": [
+        (b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache"),
+        (b"x-accel-buffering", b"no"), _VERSION, *headers]})

@@ -1,0 +1,179 @@
+"""Client connections: accepting them, bounding them, and telling a client that left from one that only stopped talking.
+
+hypercorn parses HTTP; this module decides what it is given to parse. Three things are added to a plain socket:
+
+* A bound on open connections; one too many is answered 503 and closed.
+* ``send_all`` with a deadline. hypercorn shields its sends from cancellation, so without it a client that never reads
+  would keep its task for ever. After ``stall_s`` the socket is closed under it.
+* Half-close. A FIN does not say whether the peer still reads: ``printf ... | nc`` shuts down its sending side and waits
+  for the answer, a closed browser tab sends the same FIN. The kernel knows once something is sent: a closed peer
+  answers with RST. So after a FIN an interim ``102 Processing`` is sent (a client must skip 1xx), if no answer is under
+  way already, and the connection counts as gone when the kernel says so, at loopback speed.
+"""
+
+from __future__ import annotations
+
+import socket
+import sys
+
+import trio
+from hypercorn.app_wrappers import ASGIWrapper
+from hypercorn.config import Config as HypercornConfig
+from hypercorn.trio.tcp_server import TCPServer
+from hypercorn.trio.worker_context import WorkerContext
+from hypercorn.typing import ASGIFramework, ConnectionState, LifespanState
+
+from ..errors import PortInUseError
+from .metrics import Metrics
+
+PROBE = b"HTTP/1.1 102 Processing\r\n\r\n"
+GONE_POLL_S = 0.05
+BACKLOG = 512
+_TCP_CLOSE = 7
+
+FULL = (b"HTTP/1.1 503 Service Unavailable\r\ncontent-type: application/json\r\nretry-after: 2\r\nconnection: close\r\n"
+        b"content-length: %d\r\n\r\n%s")
+FULL_BODY = (b'{"error": {"message": "too many open connections (server.connections_max)", '
+             b'"type": "overloaded_error", "code": "too_many_connections", "param": null}}')
+
+
+class ClientStream(trio.abc.HalfCloseableStream):
+    """A client's socket, as hypercorn sees it."""
+
+    def __init__(self, inner: trio.SocketStream, *, stall_s: float, tolerate_half_close: bool) -> None:
+        self._inner = inner
+        self.socket = inner.socket  # hypercorn asks it for the addresses
+        self._stall_s = stall_s
+        self._tolerate = tolerate_half_close and sys.platform == "linux"
+        self._answering = False  # bytes of an answer went out since the last request bytes came in
+        self._sending = False
+
+    async def send_all(self, data: bytes | bytearray | memoryview) -> None:
+        self._answering = self._sending = True
+        try:
+            with trio.move_on_after(self._stall_s) as waited:
+                await self._inner.send_all(data)
+        finally:
+            self._sending = False
+        if waited.cancelled_caught:
+            await trio.aclose_forcefully(self._inner)
+            raise trio.BrokenResourceError(f"the client did not read for {self._stall_s:g} s")
+
+    async def wait_send_all_might_not_block(self) -> None:
+        await self._inner.wait_send_all_might_not_block()
+
+    async def receive_some(self, max_bytes: int | None = None) -> bytes | bytearray:
+        data = await self._inner.receive_some(max_bytes)
+        if data:
+            self._answering = False
+        elif self._tolerate:
+            await self._wait_gone()
+        return data
+
+    async def _wait_gone(self) -> None:
+        """The peer shut down its sending side. Returns when it is known not to read either."""
+        if not self._answering and not self._sending:
+            try:
+                await self.socket.send(PROBE)
+            except OSError:
+                return
+        while self.socket.fileno() >= 0:
+            # The first byte of struct tcp_info is the state; CLOSE after the peer answered a send with RST.
+            state = self.socket.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 1)[0]
+            if state == _TCP_CLOSE:
+                return
+            await trio.sleep(GONE_POLL_S)
+
+    async def send_eof(self) -> None:
+        await self._inner.send_eof()
+
+    async def aclose(self) -> None:
+        await self._inner.aclose()
+
+
+class Server:
+    """The listening side. ``run`` serves until cancelled; ``stop_listening`` closes the listeners at once."""
+
+    def __init__(self, app: ASGIFramework, sockets: list[socket.socket], metrics: Metrics, *, connections_max: int,
+                 header_bytes_max: int, stall_s: float, tolerate_half_close: bool) -> None:
+        self._app = ASGIWrapper(app)
+        self._listeners = [trio.SocketListener(trio.socket.from_stdlib_socket(s)) for s in sockets]
+        self._metrics = metrics
+        self._connections_max = connections_max
+        self._stall_s = stall_s
+        self._tolerate = tolerate_half_close
+        self._context = WorkerContext(None)
+        self._accepting = trio.CancelScope()
+        self._open = 0
+        config = HypercornConfig()
+        config.h11_max_incomplete_size = header_bytes_max
+        config.include_server_header = False
+        config.include_date_header = True
+        config.accesslog = config.errorlog = None
+        config.keep_alive_timeout = 75.0
+        config.keep_alive_max_requests = sys.maxsize
+        config.read_timeout = None
+        self._config = config
+
+    @property
+    def ports(self) -> list[int]:
+        return [listener.socket.getsockname()[1] for listener in self._listeners]
+
+    async def run(self, *, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
+        """Task body. Connections go on after ``stop_listening``; cancel to end them."""
+        async with trio.open_nursery() as connections:
+            with self._accepting:
+                await trio.serve_listeners(
+                    self._connection, self._listeners, handler_nursery=connections,
+                    task_status=task_status)  # type: ignore[arg-type]
+            await trio.sleep_forever()
+
+    async def stop_listening(self) -> None:
+        """No new connections; idle ones are closed, those with a request go on."""
+        self._accepting.cancel()
+        for listener in self._listeners:
+            await listener.aclose()
+        await self._context.terminated.set()
+
+    async def _connection(self, inner: trio.SocketStream) -> None:
+        if self._open >= self._connections_max:
+            with trio.move_on_after(1):
+                await inner.send_all(FULL % (len(FULL_BODY), FULL_BODY))
+                await inner.send_eof()
+                await inner.receive_some(65536)
+            await inner.aclose()
+            return
+        self._open += 1
+        self._metrics.open_connections.inc()
+        stream = ClientStream(inner, stall_s=self._stall_s, tolerate_half_close=self._tolerate)
+        state = ConnectionState(LifespanState())
+        try:
+            await TCPServer(self._app, self._config, self._context, state, stream)  # type: ignore[arg-type]
+        finally:
+            self._open -= 1
+            self._metrics.open_connections.dec()
+
+
+def open_sockets(host: str, port: int) -> list[socket.socket]:
+    """Listening sockets on every address of ``host``. *Errors*: ``PortInUseError`` with what to do."""
+    sockets: list[socket.socket] = []
+    try:
+        infos = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+        for family, kind, proto, _, address in dict.fromkeys(infos):
+            sock = socket.socket(family, kind, proto)
+            sockets.append(sock)
+            if sys.platform != "win32":
+                sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            if family == socket.AF_INET6:
+                sock.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
+            if port == 0 and len(sockets) > 1:
+                address = (address[0], sockets[0].getsockname()[1], *address[2:])
+            sock.bind(address)
+            sock.listen(BACKLOG)
+    except OSError as error:
+        for sock in sockets:
+            sock.close()
+        raise PortInUseError(
+            f"cannot listen on {host}:{port}: {error.strerror or error}. "
+            "Another program may have the port: choose one with --port, or stop that program") from error
+    return sockets

@@ -1,0 +1,75 @@
+"""How long a prompt is and which pages it has: exactly where the runtime can tell, else by a learning estimate."""
+
+from __future__ import annotations
+
+from attrs import frozen
+
+from ..adapters.base import Adapter, HttpCall, ProxyRequest
+from ..core.tokens import TextSize, TokenEstimator, page_keys, salt, text_keys
+from ..core.types import CountSource, PageKey
+from ..errors import KVStreamError
+from .ports import Upstream
+from .request import prompt_text
+
+REPLIES_MAX = 4  # render, tokenize, and some room: a bound on a chain that an adapter decides
+MESSAGE_TOKENS = 4  # what a chat template adds around each message, about
+SAMPLE_CHARS = 65536
+KEY_BYTES_PER_TOKEN = 4
+
+
+@frozen
+class PromptCount:
+    """Length in tokens, page keys (capped), and how both were obtained."""
+
+    tokens: int
+    keys: tuple[PageKey, ...]
+    source: CountSource
+    size: TextSize | None = None  # what was estimated from, for learning; None when exact
+
+
+async def count_exact(adapter: Adapter, upstream: Upstream, request: ProxyRequest, *,
+                      timeout_s: float) -> tuple[int, ...] | None:
+    """Token ids of the prompt as the runtime sees it; None when it cannot tell (now).
+
+    *Errors*: none; an unreachable or refusing runtime is a None, the caller estimates.
+    *Cancellation*: safe; only idempotent calls are made.
+    """
+    step = adapter.count_calls(request)
+    for _ in range(REPLIES_MAX):
+        if not isinstance(step, HttpCall):
+            return step
+        try:
+            reply = await upstream.request(step, timeout_s=timeout_s)
+        except KVStreamError:
+            return None
+        step = adapter.read_count(request, reply)
+    return None
+
+
+def keys_of_ids(ids: tuple[int, ...], request: ProxyRequest, *, page_tokens: int, tokens_keyed_max: int,
+                client: str) -> PromptCount:
+    """The count for exactly known token ids. Only the first ``tokens_keyed_max`` tokens get page keys."""
+    keys = page_keys(ids[:tokens_keyed_max], page_tokens, salt(request.model, client))
+    return PromptCount(len(ids), keys, CountSource.EXACT)
+
+
+def keys_of_text(request: ProxyRequest, estimator: TokenEstimator, *, page_tokens: int, tokens_keyed_max: int,
+                 client: str) -> PromptCount:
+    """The count by estimate: the text is split from its start into pieces of equal size, one per page."""
+    text = prompt_text(request.route, request.view)
+    size = text_size(text)
+    tokens = estimator.estimate_size(size) + MESSAGE_TOKENS * len(request.view.get("messages") or ())
+    keys: tuple[PageKey, ...] = ()
+    if tokens_keyed_max:
+        head = text[: tokens_keyed_max * KEY_BYTES_PER_TOKEN].encode("utf-8", "surrogatepass")
+        whole = head[: tokens_keyed_max * KEY_BYTES_PER_TOKEN]
+        keys = text_keys(whole, page_tokens, salt(request.model, client), KEY_BYTES_PER_TOKEN)
+    return PromptCount(tokens, keys, CountSource.ESTIMATED, size)
+
+
+def text_size(text: str) -> TextSize:
+    """The size of a text; of a very long one the units are scaled up from its head, which takes no time to count."""
+    size = TextSize.of(text[:SAMPLE_CHARS])
+    if len(text) <= SAMPLE_CHARS:
+        return size
+    return TextSize(len(text), round(size.units * len(text) / SAMPLE_CHARS))

@@ -1,0 +1,368 @@
+"""One backend with its scheduler: the *lane*.
+
+Theory of operation. One task, the tick, owns the scheduler; everybody else posts events to its inbox. The tick wakes
+when an event arrives or a deadline passes, hands all that has gathered to ``Scheduler.step`` and carries out the
+actions. An admitted request becomes a pump in the streams nursery, with a cancel scope made in that same step. Whatever
+happens to a request afterwards ends in :meth:`Engine._settle`, which is plain ``def``: it cannot be cancelled half-way,
+and it posts the one ``Ended`` that returns seat and pages.
+
+::
+
+    engine.run
+    └─ nursery: tick · health watcher · slot watcher · streams nursery (one pump per admitted request)
+
+Failure domains: a ``KVStreamError`` ends its stream; any other exception in a pump is a bug, is logged with its
+traceback, ends that stream with a 500, and is raised on when ``raise_bugs`` is set (tests). An exception in the tick
+means that the accounting is wrong: it leaves ``run`` and takes the process down.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
+
+import trio
+from attrs import field, frozen
+
+from ..adapters.base import Adapter, CapacityQuery, Health, ProxyRequest
+from ..core.messages import (
+    Action,
+    Admit,
+    Closing,
+    Ended,
+    Event,
+    Produced,
+    Recounted,
+    Refuse,
+    SeatIdle,
+    Submitted,
+    Truncate,
+)
+from ..core.scheduler import Scheduler, SchedulerSettings
+from ..core.tokens import TokenEstimator
+from ..core.types import CountSource, EndReason, Priority, RequestId
+from ..errors import BackendLoadingError, BackendUnavailableError, KVStreamError, PoolExhaustedError, ShuttingDownError
+from .buffer import EventBuffer
+from .count import MESSAGE_TOKENS, PromptCount, count_exact, keys_of_ids, keys_of_text
+from .failures import error_of_refusal
+from .health import BackendWatcher, SlotView
+from .logs import log_request
+from .metrics import Metrics
+from .ports import Upstream
+from .request import answer_tokens
+from .stream import Pump, PumpHooks, Stream, StreamTimes, end_reason
+
+log = logging.getLogger("kvstream.engine")
+
+RECOUNTS_AT_ONCE = 4
+
+
+@frozen
+class EngineSettings:
+    """All an engine is told. Times in seconds; see ``kvstream.toml`` for the keys they come from."""
+
+    scheduler: SchedulerSettings
+    query: CapacityQuery
+    times: StreamTimes = field(factory=StreamTimes)
+    buffer_bytes: int = 1024 * 1024
+    wait_s_max: float = 120.0
+    load_timeout_s: float = 600.0
+    health_interval_s: float = 2.0
+    slot_idle_poll_s: float = 0.05
+    slot_idle_s_max: float = 30.0
+    count_timeout_s: float = 5.0
+    include_usage: bool = True
+    passthrough: bool = False
+    tokens_keyed_max: int = 2048
+    raise_bugs: bool = False
+
+
+class Engine:
+    """See the module. Create, start :meth:`run` in a nursery, then :meth:`open_stream`."""
+
+    def __init__(self, adapter: Adapter, upstream: Upstream, settings: EngineSettings, metrics: Metrics) -> None:
+        self.adapter = adapter
+        self.upstream = upstream
+        self.settings = settings
+        self.metrics = metrics
+        self.scheduler = Scheduler(settings.scheduler)
+        self.estimator = TokenEstimator()
+        self.watcher = BackendWatcher(
+            adapter, upstream, self, settings.query, interval_s=settings.health_interval_s,
+            load_timeout_s=settings.load_timeout_s, idle_poll_s=settings.slot_idle_poll_s,
+            idle_s_max=settings.slot_idle_s_max)
+        self.closing = False
+        self.last_progress = float("-inf")
+        self._inbox: list[Event] = []
+        self._wake = trio.Event()
+        self._streams: trio.Nursery | None = None
+        self._live: dict[RequestId, Stream] = {}
+        self._draining: dict[RequestId, tuple[bool, float]] = {}
+        self._next_rid = 0
+        self._usage_refused = False
+        self._idle = trio.Event()
+        self._idle.set()
+
+    # --- tasks --------------------------------------------------------------------------------------------------------
+
+    async def run(self, *, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
+        """Task body: serve until cancelled.
+
+        *Cancellation*: every stream still open ends with ``ShuttingDownError``.
+        """
+        async with trio.open_nursery() as nursery, trio.open_nursery() as streams:
+            self._streams = streams
+            nursery.start_soon(self._tick)
+            nursery.start_soon(self.watcher.run_health)
+            nursery.start_soon(self.watcher.run_slots)
+            task_status.started()
+            await trio.sleep_forever()
+
+    async def _tick(self) -> None:
+        while True:
+            events, self._inbox = self._inbox, []
+            for action in self.scheduler.step(trio.current_time(), events):
+                self._act(action)
+            self._wake = trio.Event()
+            if self._inbox:
+                await trio.lowlevel.checkpoint()
+                continue
+            deadline = self.scheduler.next_deadline()
+            with trio.move_on_at(float("inf") if deadline is None else deadline):
+                await self._wake.wait()
+
+    def post(self, event: Event) -> None:
+        """Hand an event to the tick. Never blocks, never fails."""
+        self._inbox.append(event)
+        self._wake.set()
+
+    def _act(self, action: Action) -> None:
+        stream = self._live.get(action.rid)
+        if stream is None:
+            return  # it left in this very step; its Ended is in the inbox
+        if isinstance(action, Admit):
+            assert self._streams is not None
+            stream.lease, stream.granted = action, trio.current_time()
+            stream.scope = trio.CancelScope()
+            self.metrics.admitted(stream)
+            self._streams.start_soon(self._run_pump, stream)
+        elif isinstance(action, Refuse):
+            error = error_of_refusal(action, wait_s_max=self.settings.wait_s_max)
+            self._settle(stream, error, refused=action.why.value)
+        elif isinstance(action, Truncate):
+            log.warning("request %d outgrew the pages left in the pool; ended with finish_reason length", stream.rid)
+            stream.cut_short(None)
+
+    async def _run_pump(self, stream: Stream) -> None:
+        assert stream.scope is not None
+        hooks = PumpHooks(produced=self._on_produced, progress=self._on_progress, loading=self._wait_loaded,
+                          usage_refused=self._on_usage_refused)
+        pump = Pump(stream, self.adapter, self.upstream, self.settings.times, hooks,
+                    page_tokens=self.settings.query.page_tokens,
+                    include_usage=self.settings.include_usage and not self._usage_refused,
+                    passthrough=self.settings.passthrough)
+        error: KVStreamError | None = ShuttingDownError("the gateway was stopped", retry_after_s=5)
+        try:
+            with stream.scope:
+                await pump.run()
+            error = None
+        except KVStreamError as caught:
+            error = caught
+            if isinstance(caught, BackendUnavailableError) and not stream.answered:
+                self.watcher.suspect(Health.DOWN, caught.message)
+        except Exception as bug:
+            log.exception("bug in the pump of request %d", stream.rid)
+            error = KVStreamError("internal error in the gateway; its log has the details")
+            if self.settings.raise_bugs:
+                raise bug
+        finally:
+            self._settle(stream, error)
+
+    # --- what pumps report --------------------------------------------------------------------------------------------
+
+    def _on_produced(self, rid: RequestId, tokens: int) -> None:
+        self.post(Produced(rid, tokens))
+
+    def _on_progress(self) -> None:
+        self.last_progress = trio.current_time()
+
+    def _on_usage_refused(self) -> None:
+        log.info("the backend does not know stream_options; usage is estimated from now on")
+        self._usage_refused = True
+
+    async def _wait_loaded(self) -> None:
+        self.watcher.suspect(Health.LOADING, "a request was answered: loading")
+        with trio.move_on_after(self.settings.load_timeout_s):
+            if await self.watcher.wait_up():
+                return
+            raise BackendUnavailableError(f"the backend went away: {self.watcher.backend.detail}", retry_after_s=5)
+        raise BackendLoadingError(
+            f"the model was still loading after upstream.load_timeout_s = {self.settings.load_timeout_s:g} s",
+            retry_after_s=10)
+
+    def _settle(self, stream: Stream, error: KVStreamError | None, *, refused: str | None = None) -> None:
+        """The end of a request, whatever it was. Synchronous, so it happens whole, also in a cancelled task."""
+        if stream.outcome is not None:
+            return
+        stream.ended = trio.current_time()
+        error = stream.cut or error
+        reason = end_reason(stream, error)
+        stream.outcome = refused or reason.value
+        if reason is EndReason.TRUNCATED:
+            error = None
+        elif error is None and reason is EndReason.FAILED:
+            error = PoolExhaustedError("the stream was ended by the gateway")
+        stream.buffer.close(error)
+        del self._live[stream.rid]
+        if not self._live:
+            self._idle.set()
+        draining = stream.sent and not stream.completed and self.adapter.capabilities.slots_visible
+        if draining:
+            self._draining[stream.rid] = (stream.answered, stream.ended)
+            self.watcher.slots_wanted.set()
+        if refused is None:
+            tokens = stream.usage.completion if stream.usage else None
+            self.post(Ended(stream.rid, reason, tokens, draining=draining))
+        self._learn(stream)
+        self.metrics.ended(stream, error)
+        log_request(stream)
+
+    def _learn(self, stream: Stream) -> None:
+        """Let a finished request teach the estimator what its text really cost."""
+        if stream.usage and stream.prompt is not None and stream.prompt.size is not None:
+            messages = len(stream.request.view.get("messages") or ())
+            self.estimator = self.estimator.learn(stream.prompt.size, stream.usage.prompt - MESSAGE_TOKENS * messages)
+
+    # --- requests -----------------------------------------------------------------------------------------------------
+
+    @asynccontextmanager
+    async def open_stream(self, request: ProxyRequest, *, client: str = "",
+                          priority: Priority = Priority.NORMAL, name: str = "") -> AsyncIterator[Stream]:
+        """Queue a request and hand out its stream; read it with ``await stream.get()``.
+
+        *Resource handling*: leaving the block, however, leaves the queue or stops the runtime.
+        *Errors*: ``ShuttingDownError``, ``BackendUnavailableError`` at once; every later one from ``get``.
+        *Cancellation*: safe at any point.
+        """
+        self._next_rid += 1
+        rid = RequestId(self._next_rid)
+        arrived = trio.current_time()
+        await self._check_open()
+        count = await self._count(request, client)
+        stream = Stream(
+            rid=rid, name=name, request=request, client=client, priority=priority, arrived=arrived,
+            buffer=EventBuffer(self.settings.buffer_bytes), tokens_prompt=count.tokens,
+            tokens_max=answer_tokens(request.view), count_source=count.source, prompt=count)
+        self._live[rid] = stream
+        self._idle = trio.Event() if self._idle.is_set() else self._idle
+        self.post(Submitted(
+            rid=rid, keys=count.keys, tokens=count.tokens, tokens_max=stream.tokens_max,
+            deadline=arrived + self.settings.wait_s_max, priority=priority, client=client, bytes=len(request.body),
+            count_source=count.source))
+        try:
+            yield stream
+        finally:
+            self.leave(stream)
+
+    async def _check_open(self) -> None:
+        if self.closing:
+            raise ShuttingDownError("the gateway is shutting down", retry_after_s=5)
+        if self.watcher.backend.state == "starting":
+            with trio.move_on_after(self.settings.wait_s_max):
+                await self.watcher.wait_known()
+        backend = self.watcher.backend
+        if backend.state == Health.DOWN:
+            raise BackendUnavailableError(f"the backend is not there: {backend.detail}", retry_after_s=2)
+        if backend.state == "failed":
+            raise BackendLoadingError(f"the backend does not serve: {backend.detail}", retry_after_s=10)
+
+    async def _count(self, request: ProxyRequest, client: str) -> PromptCount:
+        limits = {"page_tokens": self.settings.query.page_tokens, "tokens_keyed_max": self.settings.tokens_keyed_max}
+        if self.adapter.capabilities.exact_count and self.watcher.backend.state == Health.UP:
+            ids = await count_exact(self.adapter, self.upstream, request, timeout_s=self.settings.count_timeout_s)
+            if ids is not None:
+                return keys_of_ids(ids, request, client=client, **limits)
+        return keys_of_text(request, self.estimator, client=client, **limits)
+
+    async def recount_waiting(self) -> None:
+        """The backend came up: requests that queued while it could not count are counted exactly now.
+
+        *Errors*: none. *Cancellation*: safe.
+        """
+        if not self.adapter.capabilities.exact_count:
+            return
+        limit = trio.CapacityLimiter(RECOUNTS_AT_ONCE)
+
+        async def one(stream: Stream) -> None:
+            async with limit:
+                ids = await count_exact(self.adapter, self.upstream, stream.request,
+                                        timeout_s=self.settings.count_timeout_s)
+            if ids is None or stream.outcome is not None:
+                return
+            count = keys_of_ids(ids, stream.request, client=stream.client,
+                                page_tokens=self.settings.query.page_tokens,
+                                tokens_keyed_max=self.settings.tokens_keyed_max)
+            stream.prompt, stream.tokens_prompt, stream.count_source = count, count.tokens, count.source
+            self.post(Recounted(stream.rid, count.keys, count.tokens))
+
+        waiting = [s for s in self._live.values() if s.lease is None and s.count_source is CountSource.ESTIMATED]
+        async with trio.open_nursery() as nursery:
+            for stream in waiting:
+                nursery.start_soon(one, stream)
+
+    def leave(self, stream: Stream) -> None:
+        """The client is gone, or has all it wanted. Synchronous and idempotent."""
+        if stream.outcome is not None:
+            return
+        stream.left = True
+        if stream.scope is not None:
+            stream.scope.cancel()
+        else:
+            self._settle(stream, None)
+
+    # --- draining seats and drain of the whole ------------------------------------------------------------------------
+
+    def slot_view(self) -> SlotView:
+        """See :class:`health.SlotView`."""
+        return SlotView(
+            frozenset(rid for rid, s in self._live.items() if s.answered and not s.completed),
+            tuple((rid, answered, since) for rid, (answered, since) in self._draining.items()))
+
+    def seat_idle(self, rid: RequestId, *, capped: bool) -> None:
+        """A draining request's slot is idle, or has been given up waiting for (``capped``)."""
+        answered_since = self._draining.pop(rid, None)
+        if answered_since is None:
+            return
+        if capped:
+            log.warning("request %d: its slot did not become idle within upstream.slot_idle_s_max", rid)
+        self.metrics.drained(trio.current_time() - answered_since[1], capped=capped)
+        self.post(SeatIdle(rid))
+
+    @property
+    def busy(self) -> bool:
+        return bool(self._live)
+
+    @property
+    def streams(self) -> Mapping[RequestId, Stream]:
+        """The requests in hand, waiting and running. Read only."""
+        return self._live
+
+    def close(self, *, refuse_waiting: bool) -> None:
+        """Take no more requests; those running go on, those waiting too unless ``refuse_waiting``."""
+        self.closing = True
+        self.post(Closing(refuse_waiting))
+
+    def abort(self, error: KVStreamError) -> None:
+        """End every request now, each with ``error``."""
+        for stream in list(self._live.values()):
+            if stream.scope is not None:
+                stream.cut_short(error)
+            else:
+                stream.cut = error
+                self._settle(stream, error)
+
+    async def wait_idle(self) -> None:
+        """Wait until no request is in hand."""
+        await self._idle.wait()
+

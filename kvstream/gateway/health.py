@@ -1,0 +1,245 @@
+"""Watching one backend: is it there, is it loading, what does it hold, and which of its slots still work.
+
+Two task bodies. :meth:`BackendWatcher.run_health` walks the states below and posts ``BackendUp`` and ``BackendDown``;
+:meth:`BackendWatcher.run_slots` turns cancelled requests back into free seats.
+
+::
+
+    starting --answers--> up <--> loading        a loading backend is held, up to ``load_timeout_s``
+        \\--refused--> down --answers--> up      a backend that is not there is refused at once
+
+A backend from which tokens flow is up, whatever its health route says or fails to say: a runtime deep in a prefill may
+answer late. It is asked every ``interval_s`` while requests are there, and five times less often when idle.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import Protocol
+
+import trio
+from attrs import evolve, frozen
+
+from ..adapters.base import Adapter, CapacityQuery, CapacityReport, Health, HttpReply
+from ..core.messages import BackendDown, BackendUp, Event
+from ..core.types import RequestId
+from ..errors import KVStreamError
+from .ports import Upstream
+
+log = logging.getLogger("kvstream.backend")
+
+LOADING_POLL_S = 0.25
+PROBE_TIMEOUT_S = 3.0
+CAPACITY_TIMEOUT_S = 5.0
+IDLE_FACTOR = 5
+SAMPLE_SETTLE_S = 0.01
+RECOUNT_S_MAX = 10.0
+
+
+@frozen
+class BackendState:
+    """What is known of the backend now. ``since`` is a Trio time."""
+
+    state: str = "starting"  # starting, up, loading, sleeping, down, failed
+    since: float = 0.0
+    detail: str = ""
+    capacity: CapacityReport | None = None
+
+
+@frozen
+class SlotView:
+    """Who may be at work in the runtime: ids of streams whose headers came, and of ended ones still draining."""
+
+    started: frozenset[RequestId]
+    draining: tuple[tuple[RequestId, bool, float], ...]  # (rid, headers had come, since)
+
+
+class WatchedEngine(Protocol):
+    """What the watcher needs of the engine."""
+
+    def post(self, event: Event) -> None: ...
+    def slot_view(self) -> SlotView: ...
+    def seat_idle(self, rid: RequestId, *, capped: bool) -> None: ...
+    async def recount_waiting(self) -> None: ...
+    @property
+    def busy(self) -> bool: ...
+    @property
+    def last_progress(self) -> float: ...
+
+
+class BackendWatcher:
+    """See the module. ``query`` is what the operator configured about capacity."""
+
+    def __init__(self, adapter: Adapter, upstream: Upstream, engine: WatchedEngine, query: CapacityQuery, *,
+                 interval_s: float, load_timeout_s: float, idle_poll_s: float, idle_s_max: float) -> None:
+        self._adapter = adapter
+        self._upstream = upstream
+        self._engine = engine
+        self._query = query
+        self._interval_s = interval_s
+        self._load_timeout_s = load_timeout_s
+        self._idle_poll_s = idle_poll_s
+        self._idle_s_max = idle_s_max
+        self._nudge = trio.Event()
+        self._changed = trio.Event()
+        self.slots_wanted = trio.Event()
+        self.backend = BackendState()
+        self.expect_restart: Callable[[], bool] = lambda: False
+
+    # --- states -------------------------------------------------------------------------------------------------------
+
+    async def run_health(self) -> None:
+        """Task body: probe, note, post, sleep; for ever."""
+        self.backend = evolve(self.backend, since=trio.current_time())
+        while True:
+            state, detail = await self._probe()
+            await self._enter(state, detail)
+            pause = LOADING_POLL_S
+            if self.backend.state in (Health.UP, Health.SLEEPING):
+                pause = self._interval_s * (1 if self._engine.busy else IDLE_FACTOR)
+            elif self.backend.state in (Health.DOWN, "failed"):
+                pause = min(1.0, self._interval_s)
+            self._nudge = trio.Event()
+            with trio.move_on_after(pause):
+                await self._nudge.wait()
+
+    async def _probe(self) -> tuple[str, str]:
+        try:
+            reply = await self._upstream.request(self._adapter.health(), timeout_s=PROBE_TIMEOUT_S)
+        except KVStreamError as error:
+            return Health.DOWN, error.message
+        return self._adapter.read_health(reply), f"health answered {reply.status}"
+
+    async def _enter(self, state: str, detail: str) -> None:
+        before = self.backend
+        now = trio.current_time()
+        if state == Health.DOWN:
+            if before.state == Health.UP and now - self._engine.last_progress < self._interval_s * 2:
+                return  # tokens flow: busy, not gone
+            if self.expect_restart():
+                state = Health.LOADING  # our own child is being started again
+        if state == Health.LOADING and before.state in (Health.LOADING, "failed"):
+            if before.state == Health.LOADING and now - before.since > self._load_timeout_s:
+                self._set("failed", f"still loading after upstream.load_timeout_s = {self._load_timeout_s:g} s")
+                self._engine.post(BackendDown(refuse=True))
+            return
+        if state in (Health.UP, Health.SLEEPING):
+            if before.state not in (Health.UP, Health.SLEEPING):
+                await self._learn(state)
+            elif before.state != state:
+                self._set(state, detail)
+            return
+        if state != before.state:
+            self._set(state, detail)
+            self._engine.post(BackendDown())
+
+    async def _learn(self, state: str) -> None:
+        """The backend came up: ask what it holds, and open the doors."""
+        before = self.backend.capacity
+        try:
+            report = await self._capacity()
+        except KVStreamError as error:
+            self._set(Health.DOWN, error.message)
+            return
+        fresh = before is not None and (before.instance != report.instance or not report.instance)
+        for note in report.notes:
+            log.info("capacity: %s", note)
+        limits = report.limits
+        log.info("backend up: %s, %d seats, %d pages of %d tokens (%s)", limits.mode.value, limits.seats, limits.pages,
+                 limits.page_tokens, limits.source)
+        self.backend = BackendState(state, trio.current_time(), "", report)
+        self._announce()
+        with trio.move_on_after(RECOUNT_S_MAX):
+            await self._engine.recount_waiting()
+        self._engine.post(BackendUp(limits, fresh=fresh))
+
+    async def _capacity(self) -> CapacityReport:
+        replies: dict[str, HttpReply | None] = {}
+        while calls := [(n, c) for n, c in self._adapter.capacity_calls(replies) if n not in replies]:
+            for name, call in calls:
+                try:
+                    replies[name] = await self._upstream.request(call, timeout_s=CAPACITY_TIMEOUT_S)
+                except KVStreamError:
+                    replies[name] = None
+        return self._adapter.read_capacity(replies, self._query)
+
+    def _set(self, state: str, detail: str) -> None:
+        log.log(logging.INFO if state in (Health.LOADING, Health.SLEEPING) else logging.WARNING,
+                "backend %s: %s", state, detail)
+        self.backend = evolve(self.backend, state=state, since=trio.current_time(), detail=detail)
+        self._announce()
+
+    def _announce(self) -> None:
+        self._changed.set()
+        self._changed = trio.Event()
+
+    def suspect(self, state: str, detail: str) -> None:
+        """A request met a backend that refuses connections or says it is loading: look now, not at the next beat."""
+        if self.backend.state in (Health.UP, Health.SLEEPING):
+            self._set(state, detail)
+            self._engine.post(BackendDown())
+        self._nudge.set()
+
+    async def wait_up(self) -> bool:
+        """Wait until the backend is up (True) or known not to come (False). The caller bounds the wait."""
+        while self.backend.state not in (Health.UP, Health.SLEEPING):
+            if self.backend.state in (Health.DOWN, "failed"):
+                return False
+            await self._changed.wait()
+        return True
+
+    async def wait_known(self) -> None:
+        """Wait until the first probe has answered."""
+        while self.backend.state == "starting":
+            await self._changed.wait()
+
+    # --- slots that are draining --------------------------------------------------------------------------------------
+
+    async def run_slots(self) -> None:
+        """Task body: while ended requests may still keep a slot busy, ask the runtime until they do not."""
+        once_idle: frozenset[RequestId] = frozenset()
+        while True:
+            if not self._engine.slot_view().draining:
+                self.slots_wanted = trio.Event()
+                await self.slots_wanted.wait()
+            once_idle = await self._sample(once_idle)
+            await trio.sleep(self._idle_poll_s)
+
+    async def _sample(self, once_idle: frozenset[RequestId]) -> frozenset[RequestId]:
+        """Ask once, free what is idle. Returns the requests that looked idle but must be seen so twice.
+
+        The count proves it: a started stream occupies a slot, one still on its way may occupy one. So when no more
+        slots work than there are started streams and *other* draining requests, one draining request must be idle.
+        A stream that ended at the runtime while its last bytes are on their way to us would be counted as working;
+        hence the short pause before the streams are counted. A request whose headers never came may not have reached
+        its slot when we looked, hence the second look.
+        """
+        before = self._engine.slot_view().started
+        call = self._adapter.busy()
+        working: int | None = None
+        if call is not None:
+            try:
+                tasks = self._adapter.read_busy(await self._upstream.request(call, timeout_s=PROBE_TIMEOUT_S))
+                working = None if tasks is None else len(tasks)
+            except KVStreamError:
+                pass  # a runtime that does not answer is not idle; the cap below ends the wait
+        await trio.sleep(SAMPLE_SETTLE_S)
+        view = self._engine.slot_view()
+        started = len(before & view.started)
+        now = trio.current_time()
+        left = len(view.draining)
+        seen: set[RequestId] = set()
+        for rid, answered, since in view.draining:
+            if now - since > self._idle_s_max:
+                self._engine.seat_idle(rid, capped=True)
+                left -= 1
+            elif working is not None and working <= started + left - 1:
+                if answered or rid in once_idle:
+                    self._engine.seat_idle(rid, capped=False)
+                else:
+                    seen.add(rid)
+                left -= 1
+        return frozenset(seen)
+
+

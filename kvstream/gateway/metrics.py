@@ -1,0 +1,167 @@
+"""Prometheus metrics, in a registry of our own. The only place that knows prometheus-client.
+
+Labels have few, fixed values: routes from our table, outcomes and phases from enums. Never a model name, a client or a
+number that a client chose. Waits of refused requests count too, and histograms reach 300 s, because a queue does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+from prometheus_client.core import GaugeMetricFamily, Metric
+from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
+from prometheus_client.registry import Collector
+
+from ..errors import KVStreamError
+
+if TYPE_CHECKING:
+    from ..core.snapshot import Snapshot
+    from .engine import Engine
+    from .stream import Stream
+
+CONTENT_TYPE = CONTENT_TYPE_LATEST
+SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0)
+TOKEN_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 10.0, 60.0, 300.0)
+BACKEND_STATES = ("starting", "up", "loading", "sleeping", "down", "failed")
+
+
+class Metrics:
+    """Every metric of one process. All names start with ``kvstream_``."""
+
+    def __init__(self) -> None:
+        self.registry = CollectorRegistry()
+        self._counters()
+        self._histograms()
+        self.open_connections = Gauge("kvstream_open_connections", "Open client connections.", registry=self.registry)
+
+    def _counters(self) -> None:
+        r = self.registry
+        self.requests = Counter(
+            "kvstream_requests", "Requests by route and how they ended.", ["route", "outcome"], registry=r)
+        self.refused = Counter(
+            "kvstream_refused", "Requests refused before they reached the backend.", ["reason"], registry=r)
+        self.cancelled = Counter(
+            "kvstream_cancelled", "Requests whose client left, by where they were.", ["phase"], registry=r)
+        self.backend_errors = Counter(
+            "kvstream_backend_errors", "Failures of the backend by kind.", ["kind"], registry=r)
+        self.tokens_in = Counter("kvstream_prompt_tokens", "Prompt tokens of requests sent upstream.", registry=r)
+        self.tokens_out = Counter("kvstream_answer_tokens", "Answer tokens received.", registry=r)
+        self.prefix_accounted = Counter(
+            "kvstream_prefix_tokens_accounted", "Prompt tokens that the page tables expected in the cache.", registry=r)
+        self.prefix_verified = Counter(
+            "kvstream_prefix_tokens_verified", "Prompt tokens that the backend reported as cached.", registry=r)
+        self.counted = Counter("kvstream_prompts_counted", "Prompts by how they were counted.", ["source"], registry=r)
+        self.slots_capped = Counter(
+            "kvstream_slots_not_idle", "Cancelled requests whose slot was given up waiting for.", registry=r)
+        self.unfinished = Counter(
+            "kvstream_unfinished_streams", "Streams that ended in [DONE] without a finish_reason.", registry=r)
+
+    def _histograms(self) -> None:
+        r = self.registry
+        self.ttft = Histogram("kvstream_ttft_seconds", "Arrival to first text, reasoning or tool token.", ["route"],
+                              buckets=SECONDS, registry=r)
+        self.itl = Histogram("kvstream_inter_token_seconds", "Mean time between answer tokens of a request.",
+                             buckets=TOKEN_SECONDS, registry=r)
+        self.queue_wait = Histogram("kvstream_queue_wait_seconds", "Time in the queue, also of those refused or gone.",
+                                    ["outcome"], buckets=SECONDS, registry=r)
+        self.duration = Histogram("kvstream_request_seconds", "Arrival to last byte of served requests.", ["route"],
+                                  buckets=SECONDS, registry=r)
+        self.drain_seconds = Histogram("kvstream_slot_drain_seconds", "Cancel to idle slot.", buckets=SECONDS,
+                                       registry=r)
+
+    def watch(self, engine: Engine) -> None:
+        """Add the gauges that are read off an engine's snapshot at scrape time."""
+        self.registry.register(_EngineGauges(engine))
+
+    # --- what the engine reports --------------------------------------------------------------------------------------
+
+    def admitted(self, stream: Stream) -> None:
+        assert stream.lease is not None and stream.granted is not None
+        self.queue_wait.labels("admitted").observe(stream.granted - stream.arrived)
+        self.prefix_accounted.inc(stream.lease.tokens_cached)
+        self.counted.labels(stream.count_source.value).inc()
+
+    def ended(self, stream: Stream, error: KVStreamError | None) -> None:
+        """Book a request that is over. ``served`` only after its last event."""
+        assert stream.ended is not None
+        route, outcome = stream.request.route, _outcome(stream, error)
+        self.requests.labels(route, outcome).inc()
+        if stream.lease is None:
+            self.queue_wait.labels(outcome).observe(stream.ended - stream.arrived)
+        if outcome == "cancelled":
+            self.cancelled.labels(stream.phase).inc()
+        elif outcome == "refused":
+            self.refused.labels(stream.outcome or "").inc()
+        elif outcome == "upstream_error" and error is not None:
+            self.backend_errors.labels(error.code).inc()
+        elif outcome == "served":
+            self.duration.labels(route).observe(stream.ended - stream.arrived)
+            self.unfinished.inc(stream.unfinished)
+        self._tokens(stream, route)
+
+    def _tokens(self, stream: Stream, route: str) -> None:
+        usage = stream.usage
+        if stream.answered:
+            self.tokens_in.inc(usage.prompt if usage else stream.tokens_prompt)
+        tokens = usage.completion if usage else stream.tokens
+        self.tokens_out.inc(tokens)
+        if usage and usage.cached:
+            self.prefix_verified.inc(usage.cached)
+        if stream.first_token is not None and stream.last_token is not None:
+            self.ttft.labels(route).observe(stream.first_token - stream.arrived)
+            if tokens > 1:
+                self.itl.observe((stream.last_token - stream.first_token) / (tokens - 1))
+
+    def drained(self, seconds: float, *, capped: bool) -> None:
+        self.drain_seconds.observe(seconds)
+        self.slots_capped.inc(capped)
+
+    def exposition(self) -> bytes:
+        return generate_latest(self.registry)
+
+
+def _outcome(stream: Stream, error: KVStreamError | None) -> str:
+    """``served``, ``cancelled``, ``refused``, ``client_error``, ``upstream_error``, ``stalled``, ``cut``."""
+    if stream.outcome == "finished":
+        return "served"
+    if stream.outcome in ("cancelled", "stalled"):
+        return stream.outcome
+    if stream.outcome == "truncated" or stream.cut is not None:
+        return "cut"
+    if stream.outcome != "failed":
+        return "refused"
+    return "client_error" if error is not None and error.status < 500 else "upstream_error"
+
+
+class _EngineGauges(Collector):
+    """Gauges from a scheduler snapshot: taken when somebody scrapes, not on every step."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+
+    def collect(self) -> Iterable[Metric]:
+        from trio import current_time
+
+        snapshot: Snapshot = self._engine.scheduler.snapshot(current_time())
+        yield from _gauges(snapshot)
+        state = GaugeMetricFamily("kvstream_backend_state", "1 for the state the backend is in.", labels=["state"])
+        for name in BACKEND_STATES:
+            state.add_metric([name], float(self._engine.watcher.backend.state == name))
+        yield state
+
+
+def _gauges(snapshot: Snapshot) -> Iterable[Metric]:
+    pages = GaugeMetricFamily("kvstream_pages", "KV pages by tier and state.", labels=["tier", "state"])
+    for tier in snapshot.pages:
+        for state in ("total", "free", "held", "cached", "promised", "overdrawn"):
+            pages.add_metric([tier.tier.value, state], getattr(tier, state))
+    yield pages
+    seats = GaugeMetricFamily("kvstream_seats", "Places in the running batch by state.", labels=["state"])
+    for state in ("total", "used", "draining"):
+        seats.add_metric([state], getattr(snapshot.seats, state))
+    yield seats
+    yield GaugeMetricFamily("kvstream_queue_length", "Requests waiting.", value=snapshot.waiting_total)
+    yield GaugeMetricFamily("kvstream_queue_bytes", "Bytes of waiting request bodies.", value=snapshot.waiting_bytes)
+    yield GaugeMetricFamily("kvstream_prefix_tokens", "Prompt tokens kept for reuse.", value=snapshot.prefix_tokens)

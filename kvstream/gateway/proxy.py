@@ -1,0 +1,189 @@
+"""Model calls: from the client's bytes to the last byte of the answer.
+
+The client's task only reads a bounded buffer and writes to a socket. It holds the stream open with one ``async with``;
+whichever way that block is left, the queue place or the seat returns.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import uuid
+from typing import Any
+
+import trio
+from attrs import frozen
+
+from ..adapters.assemble import Assembler
+from ..adapters.base import Delta, Done, Failed, UpstreamEvent, Usage
+from ..errors import BackendProtocolError, KVStreamError
+from .asgi import (
+    ClientGoneError,
+    Headers,
+    Receive,
+    Scope,
+    Send,
+    discard_body,
+    read_body,
+    send_error,
+    send_json,
+    start_sse,
+    wait_disconnect,
+)
+from .engine import Engine
+from .request import COMPLETIONS, Incoming, parse_request
+from .stream import Stream
+
+log = logging.getLogger("kvstream.request")
+
+PING = b": ping\n\n"
+
+
+@frozen
+class ProxySettings:
+    """What the routes are told. 0 turns ``keepalive_s`` off."""
+
+    keepalive_s: float = 15.0
+    body_bytes_max: int = 64 * 2**20
+    body_gap_s: float = 30.0
+    answer_bytes_max: int = 64 * 2**20
+    forward_authorization: bool = True
+
+
+class Proxy:
+    """ASGI handler of the model routes."""
+
+    def __init__(self, engine: Engine, settings: ProxySettings) -> None:
+        self._engine = engine
+        self._settings = settings
+
+    async def __call__(self, route: str, scope: Scope, receive: Receive, send: Send) -> None:
+        """Serve one call of ``route``.
+
+        *Cancellation*: by the server, when the connection ends. *Errors*: none leave; a client that is gone is not one.
+        """
+        request_id = f"kvs-{uuid.uuid4().hex[:12]}"
+        headers: Headers = [(b"x-request-id", request_id.encode())]
+        try:
+            incoming = await self._read(route, scope, receive)
+        except ClientGoneError:
+            return
+        except KVStreamError as error:
+            log.info("refused", extra={"fields": {"id": request_id, "route": route, "outcome": error.code}})
+            await send_error(send, error, [*headers, (b"connection", b"close")])
+            await discard_body(receive)
+            return
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(_cancel_on_disconnect, receive, nursery.cancel_scope)
+            await self._serve(incoming, send, headers, request_id)
+            nursery.cancel_scope.cancel()
+
+    async def _read(self, route: str, scope: Scope, receive: Receive) -> Incoming:
+        body = await read_body(scope, receive, bytes_max=self._settings.body_bytes_max, gap_s=self._settings.body_gap_s)
+        return parse_request(route, scope["headers"], body,
+                             forward_authorization=self._settings.forward_authorization)
+
+    async def _serve(self, incoming: Incoming, send: Send, headers: Headers, request_id: str) -> None:
+        request = incoming.proxy
+        try:
+            async with self._engine.open_stream(
+                request, client=incoming.client, priority=incoming.priority, name=request_id
+            ) as stream:
+                headers.append((b"x-kvstream-count", stream.count_source.value.encode()))
+                if request.stream:
+                    await _SseAnswer(stream, send, headers, self._settings.keepalive_s).run()
+                else:
+                    await self._answer_whole(stream, send, headers)
+        except KVStreamError as error:  # nothing was sent yet: see _SseAnswer
+            await send_error(send, error, headers)
+
+    async def _answer_whole(self, stream: Stream, send: Send, headers: Headers) -> None:
+        """Assemble a streamed answer for a client that wants it in one piece."""
+        assembler = Assembler(stream.request.route)
+        size = 0
+        whole: bytes | None = None
+        while events := await stream.get():
+            for event in events:
+                if isinstance(event, Delta):
+                    size += len(event.raw)
+                    whole = event.raw if event.raw[:1] == b"{" else None
+                assembler.feed(event)
+            if size > self._settings.answer_bytes_max:
+                raise BackendProtocolError(
+                    f"the answer is larger than upstream.answer_bytes_max = {self._settings.answer_bytes_max} bytes")
+        if stream.usage is None:
+            headers.append((b"x-kvstream-usage", b"estimated"))
+        await send_json(send, 200, whole if whole is not None else assembler.result(), headers)
+
+
+async def _cancel_on_disconnect(receive: Receive, scope: trio.CancelScope) -> None:
+    await wait_disconnect(receive)
+    scope.cancel()
+
+
+class _SseAnswer:
+    """A streamed answer. The status is committed with the first frame or the first keepalive comment, whichever comes
+    first; an error before that is a proper HTTP error, after it an error frame and no ``[DONE]``."""
+
+    def __init__(self, stream: Stream, send: Send, headers: Headers, keepalive_s: float) -> None:
+        self._stream = stream
+        self._send = send
+        self._headers = headers
+        self._keepalive_s = keepalive_s or float("inf")
+        self._started = False
+
+    async def run(self) -> None:
+        ended_well = False
+        try:
+            while events := await self._next():
+                data = self._bytes(events)
+                ended_well = ended_well or any(isinstance(e, Done) for e in events)
+                if data:
+                    await self._write(data)
+            if self._stream.truncated and not ended_well:
+                await self._write(length_frames(self._stream))
+        except KVStreamError as error:
+            if not self._started:
+                raise
+            if not self._stream.error_forwarded:
+                await self._write(b"data: " + json.dumps(error.envelope()).encode() + b"\n\n")
+        await self._send({"type": "http.response.body", "body": b"", "more_body": False})
+
+    async def _next(self) -> list[UpstreamEvent]:
+        while True:
+            with trio.move_on_after(self._keepalive_s):
+                return await self._stream.get()
+            await self._write(PING)
+
+    def _bytes(self, events: list[UpstreamEvent]) -> bytes:
+        frames: list[bytes] = []
+        for event in events:
+            if isinstance(event, Usage) and event.standalone and not self._stream.request.include_usage:
+                continue
+            if isinstance(event, Failed) and event.raw:
+                if not self._started and not frames:
+                    continue  # first of all comes an error: the HTTP status will say it
+                self._stream.error_forwarded = True
+            raw = getattr(event, "raw", b"")
+            if raw:
+                frames.append(raw)
+        return b"".join(frames)
+
+    async def _write(self, data: bytes) -> None:
+        if not self._started:
+            self._started = True
+            await start_sse(self._send, self._headers)
+        await self._send({"type": "http.response.body", "body": data, "more_body": True})
+
+
+def length_frames(stream: Stream) -> bytes:
+    """A finish of our own, in the likeness of the runtime's last frame, for a stream we had to end."""
+    last: dict[str, Any] = dict(stream.last_data) if isinstance(stream.last_data, dict) else {}
+    frame = {key: last[key] for key in ("id", "object", "created", "model", "system_fingerprint") if key in last}
+    choice: dict[str, Any] = {"index": 0, "finish_reason": "length"}
+    if stream.request.route == COMPLETIONS:
+        choice["text"] = ""
+    else:
+        choice["delta"] = {}
+    return b"data: " + json.dumps(frame | {"choices": [choice]}).encode() + b"\n\ndata: [DONE]\n\n"
+

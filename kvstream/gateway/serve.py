@@ -1,0 +1,275 @@
+"""The process: all wiring, signals, and the order in which things start and stop.
+
+::
+
+    trio.run(main)
+    └─ root nursery
+       ├─ signal watcher      first signal: drain; second: leave at once
+       ├─ embedded server     (with --model) llama.cpp as a supervised child
+       ├─ engine.run          tick, health, slots, one pump per request
+       └─ server.run          listeners, one task per connection
+
+Draining: the listeners close and ``/ready`` says 503 at once; queued requests are refused (or finish, by
+``server.drain_queued``); streams go on until ``server.drain_s``, then each ends with an error frame; exit code 0.
+"""
+
+from __future__ import annotations
+
+import logging
+import signal
+import sys
+from collections.abc import AsyncIterator, Callable, Mapping
+from contextlib import AsyncExitStack, asynccontextmanager
+from typing import Any
+
+import attrs
+import trio
+from attrs import define
+
+from ..adapters import ADAPTERS
+from ..adapters.base import Adapter, CapacityQuery
+from ..config import Config, Loaded
+from ..core.scheduler import SchedulerSettings
+from ..errors import ConfigError, ShuttingDownError
+from .app import App, AppSettings, accepted_hosts
+from .connections import Server, open_sockets
+from .embedded import EmbeddedEvent, EmbeddedServer, EmbeddedSpec, describe_event
+from .engine import Engine, EngineSettings
+from .logs import set_up_logging
+from .metrics import Metrics
+from .proxy import Proxy, ProxySettings
+from .stream import StreamTimes
+from .upstream import HttpUpstream
+
+log = logging.getLogger("kvstream.serve")
+
+LAST_FRAMES_S = 2.0  # after drain_s: time for the error frames to leave
+
+OnEmbedded = Callable[[EmbeddedEvent], None]
+
+
+# --- settings from the configuration ----------------------------------------------------------------------------------
+
+
+def engine_settings(config: Config) -> EngineSettings:
+    """What the engine is told of a configuration."""
+    memory, upstream, prefix, server = config.memory, config.upstream, config.prefix_cache, config.server
+    scheduler = SchedulerSettings(
+        order=config.scheduler.priority,
+        seats_max=config.scheduler.max_batch_size,
+        queue_max=config.scheduler.max_queue,
+        queue_bytes_max=config.scheduler.max_queue_bytes,
+        wait_s_max=config.scheduler.max_wait_s,
+        ageing_s=config.scheduler.ageing_s,
+        answer_tokens_default=config.scheduler.answer_tokens_default,
+        backfill=config.scheduler.backfill,
+        watermark=memory.watermark,
+        prefix_enabled=prefix.enabled,
+        prefix_tokens_max=prefix.max_prefix_length,
+        prefix_ttl_s=prefix.ttl_seconds,
+    )
+    return EngineSettings(
+        scheduler=scheduler,
+        query=CapacityQuery(
+            page_tokens=memory.block_size,
+            pages=None if memory.num_gpu_blocks == "auto" else memory.num_gpu_blocks,
+            seats=config.backend.seats or None,
+            context_tokens=config.backend.context_tokens or None,
+            host_pages=memory.num_cpu_blocks,
+        ),
+        times=StreamTimes(
+            first_event_s=upstream.first_event_s, gap_s=upstream.stall_s, total_s=upstream.total_s,
+            stall_s=server.stall_s, answer_bytes_max=upstream.answer_bytes_max),
+        buffer_bytes=server.stream_buffer_bytes,
+        wait_s_max=config.scheduler.max_wait_s,
+        load_timeout_s=upstream.load_timeout_s,
+        health_interval_s=upstream.health_interval_s,
+        slot_idle_poll_s=upstream.slot_idle_poll_s,
+        slot_idle_s_max=upstream.slot_idle_s_max,
+        count_timeout_s=upstream.count_timeout_s,
+        include_usage=upstream.include_usage,
+        passthrough=upstream.non_stream == "pass",
+        tokens_keyed_max=prefix.max_prefix_length if prefix.enabled else 0,
+    )
+
+
+def make_adapter(config: Config, base_url: str) -> Adapter:
+    """The adapter of ``backend.type`` for ``base_url``. *Errors*: ``ConfigError`` without an address."""
+    backend = config.backend
+    if not base_url:
+        raise ConfigError(f"backend.base_url: a backend of type {backend.type} needs one (or --backend-url URL)")
+    options: dict[str, Any] = {
+        "base_url": base_url, "model": backend.model, "api_key": backend.api_key,
+        "event_bytes_max": config.upstream.event_bytes_max,
+    }
+    if backend.type == "llamacpp" and backend.kv != "auto":
+        options["kv_unified"] = backend.kv == "unified"
+    adapter: Adapter = ADAPTERS[backend.type](**options)
+    return adapter
+
+
+def embedded_spec(config: Config) -> EmbeddedSpec:
+    """What the supervisor is told of a configuration."""
+    names = [a.name for a in attrs.fields(EmbeddedSpec) if hasattr(config.embedded, a.name)]
+    values = {name: getattr(config.embedded, name) for name in names}
+    values["state_dir"] = config.embedded.state_dir or None
+    return EmbeddedSpec(**values)
+
+
+# --- a running gateway ------------------------------------------------------------------------------------------------
+
+
+@define
+class Gateway:
+    """A gateway that serves. ``url`` is where."""
+
+    url: str
+    engine: Engine
+    server: Server
+    app: App
+    config: Config
+
+    async def drain(self) -> None:
+        """Stop taking requests, let those in hand finish within ``server.drain_s``, end the rest with an error.
+
+        *Cancellation*: a second signal cancels this; nothing else is needed then.
+        """
+        config = self.config.server
+        await self.server.stop_listening()
+        self.engine.close(refuse_waiting=config.drain_queued == "refuse")
+        with trio.move_on_after(config.drain_s):
+            await self.engine.wait_idle()
+            await self.app.wait_idle()
+            return
+        log.warning("still %d requests after server.drain_s = %g s; ending them",
+                    len(self.engine.streams), config.drain_s)
+        self.engine.abort(ShuttingDownError("the gateway is shutting down", retry_after_s=5))
+        with trio.move_on_after(LAST_FRAMES_S):
+            await self.app.wait_idle()
+
+
+@asynccontextmanager
+async def open_gateway(loaded: Loaded, *, engine: Engine | None = None, metrics: Metrics | None = None,
+                       on_embedded: OnEmbedded | None = None) -> AsyncIterator[Gateway]:
+    """Everything between a configuration and a listening port, taken down on leaving.
+
+    With ``engine`` (and its ``metrics``) an engine that already runs is put on the network; without, one is made from
+    the configuration, and with ``embedded.model`` its backend too.
+
+    *Errors*: ``PortInUseError``, ``ConfigError``, ``EmbeddedError``. *Cancellation*: safe at any point.
+    """
+    config = loaded.config
+    metrics = metrics or Metrics()
+    async with AsyncExitStack() as stack:
+        sockets = open_sockets(config.server.host, config.server.port)
+        for sock in sockets:
+            stack.callback(sock.close)
+        embedded: EmbeddedServer | None = None
+        if engine is None:
+            base_url = config.backend.url
+            if config.embedded.model:
+                embedded = EmbeddedServer(embedded_spec(config), on_event=on_embedded or _log_embedded)
+                base_url = await (await _enter_nursery(stack)).start(embedded.run)
+                config = attrs.evolve(config, backend=attrs.evolve(config.backend, type="llamacpp"))
+            engine = await _start_engine(stack, config, base_url, metrics)
+            if embedded is not None:
+                engine.watcher.expect_restart = lambda: True
+        server, app = _make_server(config, engine, metrics, sockets, embedded)
+        await (await _enter_nursery(stack)).start(server.run)
+        host = config.server.host
+        yield Gateway(f"http://{f'[{host}]' if ':' in host else host}:{server.ports[0]}", engine, server, app, config)
+
+
+async def _enter_nursery(stack: AsyncExitStack) -> trio.Nursery:
+    """A nursery that is cancelled and waited for when the stack unwinds to here. Each part has its own, so that what
+    was started later is gone before what it stands on: connections, then pumps, then the pool, then llama.cpp."""
+    nursery = await stack.enter_async_context(trio.open_nursery())
+    stack.callback(nursery.cancel_scope.cancel)
+    return nursery
+
+
+async def _start_engine(stack: AsyncExitStack, config: Config, base_url: str, metrics: Metrics) -> Engine:
+    adapter = make_adapter(config, base_url)
+    upstream = await stack.enter_async_context(HttpUpstream(
+        adapter.base_url, connect_s=config.upstream.connect_s,
+        keepalive_expiry_s=config.upstream.keepalive_expiry_s))
+    engine = Engine(adapter, upstream, engine_settings(config), metrics)
+    metrics.watch(engine)
+    await (await _enter_nursery(stack)).start(engine.run)
+    return engine
+
+
+def _make_server(config: Config, engine: Engine, metrics: Metrics, sockets: list[Any],
+                 embedded: EmbeddedServer | None) -> tuple[Server, App]:
+    settings = config.server
+    proxy = Proxy(engine, ProxySettings(
+        keepalive_s=settings.keepalive_s, body_bytes_max=settings.body_bytes_max, body_gap_s=settings.stall_s,
+        answer_bytes_max=config.upstream.answer_bytes_max,
+        forward_authorization=config.upstream.forward_authorization))
+    app = App(engine, proxy, metrics, AppSettings(accepted_hosts(settings.host, settings.allowed_hosts)),
+              lambda: _extra_status(config, embedded))
+    server = Server(app, sockets, metrics, connections_max=settings.connections_max,  # type: ignore[arg-type]
+                    header_bytes_max=settings.header_bytes_max, stall_s=settings.stall_s,
+                    tolerate_half_close=settings.half_close == "tolerate")
+    return server, app
+
+
+def _extra_status(config: Config, embedded: EmbeddedServer | None) -> Mapping[str, Any]:
+    extra: dict[str, Any] = {
+        "kv_type": config.memory.dtype,
+        "attention": config.attention.backend,
+        "preemption": {"policy": config.scheduler.preemption_policy, "active": False,
+                       "why": "saving and restoring KV through /slots is not built yet"},
+    }
+    if embedded is not None:
+        extra["embedded"] = attrs.asdict(embedded.snapshot())
+    return extra
+
+
+def _log_embedded(event: EmbeddedEvent) -> None:
+    log.info("llama.cpp: %s", describe_event(event))
+
+
+# --- the process ------------------------------------------------------------------------------------------------------
+
+
+
+
+async def serve(loaded: Loaded, *, on_ready: Callable[[Gateway], None] | None = None,
+                on_embedded: OnEmbedded | None = None) -> int:
+    """Serve until a signal; the exit code. ``on_ready`` is called once the port is open."""
+    code = 0
+    with trio.open_signal_receiver(*_signals()) as received:
+        async with open_gateway(loaded, on_embedded=on_embedded) as gateway:
+            log.info("listening on %s, backend %s", gateway.url, gateway.engine.adapter.base_url)
+            if on_ready is not None:
+                on_ready(gateway)
+            async for number in received:
+                log.info("%s: draining", signal.Signals(number).name)
+                break
+            async with trio.open_nursery() as nursery:
+                async def second() -> None:
+                    nonlocal code
+                    async for _ in received:
+                        log.warning("second signal: leaving at once")
+                        code = 1
+                        nursery.cancel_scope.cancel()
+                        return
+
+                nursery.start_soon(second)
+                await gateway.drain()
+                nursery.cancel_scope.cancel()
+    log.info("stopped")
+    return code
+
+
+def _signals() -> tuple[signal.Signals, ...]:
+    if sys.platform == "win32":
+        return (signal.SIGINT, signal.SIGBREAK)
+    return (signal.SIGINT, signal.SIGTERM)
+
+
+def run(loaded: Loaded) -> int:
+    """``kvstream serve``: the exit code of the process. *Errors*: see :func:`open_gateway`."""
+    set_up_logging(loaded.config.logging.level, loaded.config.logging.format)
+    return trio.run(serve, loaded)

@@ -1,0 +1,96 @@
+"""The ``/status`` document: one JSON snapshot of queue, seats, pages, prefixes and backend. No prompt, key or body."""
+
+from __future__ import annotations
+
+from typing import Any
+from urllib.parse import urlsplit, urlunsplit
+
+from .. import __version__
+from ..core.snapshot import RunningView, Snapshot, TierPages
+from ..core.types import RequestId
+from .engine import Engine
+
+RUNNING_SHOWN_MAX = 256
+
+
+def status_json(engine: Engine, now: float) -> dict[str, Any]:
+    """The snapshot at Trio time ``now``; ages in seconds, sizes in pages, tokens or bytes as named."""
+    snapshot = engine.scheduler.snapshot(now)
+    backend = engine.watcher.backend
+    return {
+        "version": __version__,
+        "state": "draining" if engine.closing else backend.state,
+        "backend": {
+            "kind": engine.adapter.kind, "url": public_url(engine.adapter.base_url), "state": backend.state,
+            "since_s": round(now - backend.since, 3), "detail": backend.detail,
+            "instance": backend.capacity.instance if backend.capacity else None,
+        },
+        "capacity": _capacity(engine, snapshot),
+        "seats": {"total": snapshot.seats.total, "used": snapshot.seats.used, "draining": snapshot.seats.draining},
+        "pages": {pages.tier.value: _pages(pages) for pages in snapshot.pages},
+        "queue": {
+            "length": snapshot.waiting_total, "bytes": snapshot.waiting_bytes,
+            "requests": [
+                {"id": _name(engine, w.rid), "position": w.position, "age_s": round(w.age_s, 3), "tokens": w.tokens,
+                 "priority": w.priority.name.lower(), "counted": _counted(engine, w.rid)}
+                for w in snapshot.waiting],
+        },
+        "running": [_running(engine, r) for r in snapshot.running[:RUNNING_SHOWN_MAX]],
+        "prefixes": {"nodes": snapshot.prefix_nodes, "tokens": snapshot.prefix_tokens},
+        "estimator": {"chars_per_token": round(engine.estimator.chars_per_token, 3),
+                      "units_per_token": round(engine.estimator.units_per_token, 3),
+                      "samples": engine.estimator.samples},
+        "counters": _counters(snapshot),
+    }
+
+
+def public_url(url: str) -> str:
+    """A URL without user and password, should somebody have put them there."""
+    parts = urlsplit(url)
+    return urlunsplit(parts._replace(netloc=parts.netloc.rpartition("@")[2]))
+
+
+def _capacity(engine: Engine, snapshot: Snapshot) -> dict[str, Any] | None:
+    limits, report = snapshot.limits, engine.watcher.backend.capacity
+    if limits is None:
+        return None
+    return {
+        "mode": limits.mode.value, "seats": limits.seats, "pages": limits.pages, "page_tokens": limits.page_tokens,
+        "request_tokens_max": limits.request_tokens_max, "shares_prefix": limits.shares_prefix,
+        "source": limits.source, "notes": list(report.notes) if report else [],
+    }
+
+
+def _pages(pages: TierPages) -> dict[str, int]:
+    return {"total": pages.total, "free": pages.free, "held": pages.held, "cached": pages.cached,
+            "promised": pages.promised, "overdrawn": pages.overdrawn}
+
+
+def _running(engine: Engine, view: RunningView) -> dict[str, Any]:
+    stream = engine.streams.get(view.rid)
+    return {
+        "id": _name(engine, view.rid), "state": "draining" if view.draining else "running",
+        "phase": stream.phase if stream else None, "age_s": round(view.age_s, 3), "tokens": view.tokens,
+        "produced": stream.tokens if stream else None, "pages": view.pages, "cached": view.tokens_cached,
+        "priority": stream.priority.name.lower() if stream else None, "counted": _counted(engine, view.rid),
+    }
+
+
+def _name(engine: Engine, rid: RequestId) -> str:
+    stream = engine.streams.get(rid)
+    return stream.name if stream and stream.name else str(rid)
+
+
+def _counted(engine: Engine, rid: RequestId) -> str | None:
+    stream = engine.streams.get(rid)
+    return stream.count_source.value if stream else None
+
+
+def _counters(snapshot: Snapshot) -> dict[str, Any]:
+    counters = snapshot.counters
+    return {
+        "admitted": counters.admitted, "ended": counters.ended, "truncated": counters.truncated,
+        "backfilled": counters.backfilled, "pages_evicted": counters.pages_evicted,
+        "prefix_tokens_accounted": counters.prefix_tokens_accounted,
+        "refused": {why.value: count for why, count in counters.refused.items()},
+    }

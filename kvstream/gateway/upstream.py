@@ -1,0 +1,141 @@
+"""HTTP to the backend: the only place of the gateway that knows httpx.
+
+The transport is used without ``httpx.Client`` on top: no redirects, cookies, environment proxies or decoding stand
+between the runtime's bytes and ours, and a call costs less. Foreign exceptions are translated here and nowhere else.
+
+Stale connections: llama.cpp closes an idle connection after 5 s, so pooled ones expire after 3 s. A close can still
+cross a request on its way. Then, if the connection was a reused one and not one byte of an answer came, the request was
+never read, and is sent once more on a fresh connection; after the first byte nothing is ever repeated.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
+from typing import Any
+
+import httpx
+import trio
+
+from ..adapters.base import HttpCall, HttpReply
+from ..errors import BackendProtocolError, BackendTimeoutError, BackendUnavailableError, StreamTruncatedError
+
+REPLY_BYTES_MAX = 16 * 1024 * 1024
+
+_NEVER_READ = (httpx.RemoteProtocolError, httpx.ReadError, httpx.WriteError, httpx.CloseError)
+
+
+class HttpUpstream:
+    """Calls to one backend. Use as an async context manager; its pool lives as long as the block.
+
+    ``connect_s`` bounds the TCP connect, ``keepalive_expiry_s`` the age of an idle pooled connection. Waiting for
+    headers and for bytes is bounded by the caller's cancel scopes, never here: a runtime may be silent for minutes.
+    """
+
+    def __init__(self, base_url: str, *, connect_s: float = 5.0, keepalive_expiry_s: float = 3.0) -> None:
+        self.base_url = base_url.rstrip("/")
+        self._connect_s = connect_s
+        self._transport = httpx.AsyncHTTPTransport(
+            trust_env=False,
+            limits=httpx.Limits(
+                max_connections=None, max_keepalive_connections=64, keepalive_expiry=keepalive_expiry_s
+            ),
+        )
+
+    async def __aenter__(self) -> HttpUpstream:
+        return self
+
+    async def __aexit__(self, *exc: object) -> None:
+        with trio.CancelScope(shield=True), trio.move_on_after(2):
+            await self._transport.aclose()
+
+    async def request(self, call: HttpCall, *, timeout_s: float) -> HttpReply:
+        """See :meth:`ports.Upstream.request`. The answer may have at most 16 MiB."""
+        body = bytearray()
+        with trio.move_on_after(timeout_s):
+            async with self.open(call) as response:
+                while chunk := await response.receive():
+                    body += chunk
+                    if len(body) > REPLY_BYTES_MAX:
+                        raise BackendProtocolError(f"{call.path} answered more than {REPLY_BYTES_MAX} bytes")
+                return HttpReply(response.status, response.headers, bytes(body))
+        raise BackendTimeoutError(f"{self.base_url}{call.path} did not answer within {timeout_s:g} s")
+
+    @asynccontextmanager
+    async def open(self, call: HttpCall) -> AsyncIterator[HttpxResponse]:
+        """See :meth:`ports.Upstream.open`."""
+        response = await self._send(call)
+        try:
+            yield HttpxResponse(response)
+        finally:
+            # httpcore shields its own closing; this is the bound on it.
+            with trio.CancelScope(shield=True), trio.move_on_after(2):
+                await response.aclose()
+
+    async def _send(self, call: HttpCall) -> httpx.Response:
+        for attempt in (1, 2):
+            fresh = False
+
+            async def trace(event: str, _info: Any) -> None:
+                nonlocal fresh
+                if event == "connection.connect_tcp.started":
+                    fresh = True
+
+            request = httpx.Request(
+                call.method,
+                self.base_url + call.path,
+                headers=[("accept-encoding", "identity"), *call.headers],
+                content=call.body or None,
+                extensions={"timeout": {"connect": self._connect_s, "read": None, "write": None, "pool": None},
+                            "trace": trace},
+            )
+            try:
+                return await self._transport.handle_async_request(request)
+            except httpx.ConnectTimeout as error:
+                raise BackendTimeoutError(
+                    f"no connection to {self.base_url} within {self._connect_s:g} s; is that address right?"
+                ) from error
+            except httpx.ConnectError as error:
+                raise BackendUnavailableError(
+                    f"cannot connect to the backend at {self.base_url}: is it running? ({_cause(error)})",
+                    retry_after_s=2,
+                ) from error
+            except _NEVER_READ as error:
+                if fresh or attempt == 2:
+                    raise BackendUnavailableError(
+                        f"the backend at {self.base_url} closed the connection without an answer ({_cause(error)})",
+                        retry_after_s=2,
+                    ) from error
+            except (httpx.UnsupportedProtocol, httpx.LocalProtocolError) as error:
+                raise BackendProtocolError(f"cannot call {self.base_url}{call.path}: {_cause(error)}") from error
+        raise AssertionError("unreachable")
+
+
+class HttpxResponse:
+    """An open answer of httpx, as :class:`ports.UpstreamResponse`."""
+
+    def __init__(self, response: httpx.Response) -> None:
+        self.status = response.status_code
+        self.headers: Mapping[str, str] = response.headers
+        assert isinstance(response.stream, httpx.AsyncByteStream)
+        self._chunks = response.stream.__aiter__()
+
+    async def receive(self) -> bytes:
+        """See :meth:`ports.UpstreamResponse.receive`."""
+        try:
+            async for chunk in self._chunks:
+                if chunk:
+                    return chunk
+        except httpx.HTTPError as error:
+            raise StreamTruncatedError(f"the backend broke off its answer ({_cause(error)})") from error
+        return b""
+
+
+def _cause(error: BaseException) -> str:
+    """The innermost message that says something: 'All connection attempts failed' hides the errno below it."""
+    deepest: BaseException = error
+    while (below := deepest.__cause__ or deepest.__context__) is not None:
+        deepest = below
+    if isinstance(deepest, BaseExceptionGroup):
+        deepest = deepest.exceptions[0]
+    return str(deepest) or str(error) or type(error).__name__
