@@ -108,6 +108,8 @@ def _kind(text: str, words: frozenset[str], status: int) -> tuple[str, int]:
         return "model_not_found", 404
     if status in (429, 503, 529) or (status == 0 and words & _BUSY_TYPES):
         return "overloaded", 429 if status == 429 else 503
+    if status == 501:  # llama.cpp: this server was started without what the request needs; a retry cannot help
+        return "upstream_rejected", 400
     if 400 <= status <= 499:
         return "upstream_rejected", status
     if "invalid_request_error" in words and status == 0:

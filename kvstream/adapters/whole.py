@@ -1,0 +1,107 @@
+"""The decoder for a runtime that ignored ``stream: true`` and answered with one JSON object.
+
+The object becomes one ``Delta``. For a client that streams it is re-emitted as the chunks that a streaming runtime
+would have sent, ``[DONE]`` included; for any other client nothing is synthesised and the assembler takes the object.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from attrs import frozen
+
+from .base import Delta, Done, Failed, UpstreamEvent, Usage
+from .chunks import Choices, parse_json, usage_numbers
+from .failure import error_in, failed_frame
+from .framing import EVENT_BYTES_MAX
+
+DONE_FRAME = b"data: [DONE]\n\n"
+
+
+@frozen
+class StreamPlan:
+    """What a decoder must know about the request. ``progress_asked``: the client itself wants ``prompt_progress``."""
+
+    stream: bool
+    include_usage: bool
+    progress_asked: bool
+    event_bytes_max: int = EVENT_BYTES_MAX
+
+
+class WholeDecoder:
+    """Events of one JSON object. Bounded: a body above the cap is a protocol error."""
+
+    def __init__(self, plan: StreamPlan) -> None:
+        self._plan = plan
+        self._held: bytearray | None = bytearray()
+
+    def feed(self, data: bytes) -> list[UpstreamEvent]:
+        if self._held is None:
+            return []
+        self._held += data
+        if len(self._held) <= self._plan.event_bytes_max:
+            return []
+        self._held = None
+        return [Failed("backend_protocol", f"the answer is larger than {self._plan.event_bytes_max} bytes", 502)]
+
+    def finish(self) -> list[UpstreamEvent]:
+        if self._held is None:
+            return []
+        text, self._held = bytes(self._held), None
+        data = parse_json(text)
+        if error_in(data) is not None:
+            return [failed_frame(data, b"")]
+        if not isinstance(data, dict) or not isinstance(data.get("choices"), list):
+            return [Failed("backend_protocol", "the backend answered 200 with a body that is no completion", 502)]
+        return self._events(data)
+
+    def _events(self, data: dict[str, Any]) -> list[UpstreamEvent]:
+        choices = Choices()
+        tokens, piece, ended = choices.read(data["choices"])
+        numbers = usage_numbers(data)
+        raw = frame_of(*_chunks(data)) if self._plan.stream else b""
+        if numbers is not None:
+            tokens = max(tokens, numbers.completion)
+        events: list[UpstreamEvent] = [Delta(raw, data, tokens, piece), *ended]
+        if numbers is not None:
+            shown = self._plan.stream and self._plan.include_usage
+            chunk = {**_head(data), "choices": [], "usage": data["usage"]} if shown and "usage" in data else None
+            events.append(Usage(frame_of(chunk) if chunk else b"", numbers, chunk, standalone=chunk is not None))
+        events.append(Done(DONE_FRAME if self._plan.stream else b"", synthesised=True, unfinished=not choices.finished))
+        return events
+
+
+def frame_of(*chunks: Mapping[str, Any]) -> bytes:
+    """Chunks as the bytes of a stream."""
+    return b"".join(b"data: " + json.dumps(chunk, separators=(",", ":")).encode() + b"\n\n" for chunk in chunks)
+
+
+def _head(data: Mapping[str, Any]) -> dict[str, Any]:
+    head = {key: value for key, value in data.items() if key not in ("choices", "usage")}
+    if head.get("object") == "chat.completion":
+        head["object"] = "chat.completion.chunk"
+    return head
+
+
+def _chunks(data: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """The chunks a streaming runtime would have sent: per choice one with its content, one with its finish reason."""
+    chunks: list[dict[str, Any]] = []
+    for choice in data["choices"]:
+        if not isinstance(choice, dict):
+            continue
+        rest = {key: value for key, value in choice.items() if key not in ("message", "finish_reason")}
+        message = choice.get("message")
+        if isinstance(message, dict):
+            delta = {key: value for key, value in message.items() if value is not None}
+            if isinstance(delta.get("tool_calls"), list):
+                delta["tool_calls"] = [
+                    {"index": index, **call} for index, call in enumerate(delta["tool_calls"]) if isinstance(call, dict)
+                ]
+            rest["delta"] = delta
+        empty: dict[str, Any] = {"delta": {}} if isinstance(message, dict) else {"text": ""}
+        ending = {"index": choice.get("index", 0), **empty, "finish_reason": choice.get("finish_reason")}
+        chunks.append({**_head(data), "choices": [{**rest, "finish_reason": None}]})
+        chunks.append({**_head(data), "choices": [ending]})
+    return chunks
