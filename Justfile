@@ -1,0 +1,61 @@
+# Plain commands: every recipe can be copied into a shell. `just` comes with `pip install rust-just`.
+
+python := env("PYTHON", if path_exists(".venv/bin/python") == "true" { ".venv/bin/python" } else { "python" })
+
+# What there is
+default:
+    @just --list
+
+# All tests
+test *args:
+    {{python}} -m pytest {{args}}
+
+# Lint and types. There is no formatter: tables and wrapped calls are laid out by hand to be read.
+check:
+    {{python}} -m ruff check .
+    {{python}} -m mypy
+
+# The Hypothesis tests, long
+fuzz *args:
+    HYPOTHESIS_PROFILE=fuzz {{python}} -m pytest -m "not real" tests/core tests/adapters tests/test_config.py {{args}}
+
+# The simulated runtime and its clients
+sim *args:
+    {{python}} -m pytest tests/sim {{args}}
+
+# A real model on a real llama.cpp server
+demo *args:
+    {{python}} -m kvstream demo {{args}}
+
+# Write kvstream.toml anew after a change to a key
+config:
+    {{python}} -m kvstream check-config --template > kvstream.toml.new
+    mv kvstream.toml.new kvstream.toml
+
+# Record the golden transcripts from the real server
+record *args:
+    {{python}} tests/record.py {{args}}
+
+# What a scheduling step and a table append cost
+bench-core:
+    {{python}} tests/core/bench_core.py
+
+# What the proxy adds to a request, beside a bare pass-through and LiteLLM
+bench-overhead:
+    {{python}} tests/measure/overhead_table.py
+
+# Four clients on a pool that holds two: direct, all die; through KVStream, all finish
+show-pool:
+    {{python}} tests/measure/show_pool.py
+
+# Forty clients on four slots: the runtime's own queue stays empty
+show-queue:
+    {{python}} tests/measure/show_queue.py
+
+# Close a client in each phase: milliseconds until the slot is idle
+show-cancel:
+    {{python}} tests/measure/show_cancel.py
+
+# Memory and descriptors, idle and after 10,000 streams
+show-rss:
+    {{python}} tests/measure/show_rss.py
