@@ -23,6 +23,7 @@ its room left, because tokens are still under way when we decide. UNKNOWN: it ru
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from functools import partial
 from math import inf
 
@@ -125,10 +126,11 @@ class Ledger:
         """The least that ``charge`` could come to, without looking anything up."""
         return waiting.pages - (min(len(waiting.keys), self.tree.locked) if self.limits.shares_prefix else 0)
 
-    def fits(self, charge: int, running: int) -> bool:
-        """Whether that much room is there now. While anything is overdrawn nothing fits."""
-        room = self.room
-        return (charge <= room - self.watermark or (running == 0 and charge <= room)) and not self.pool.overdrawn
+    def available(self, running: int) -> int:
+        """The largest charge that fits now, beside ``running`` requests. While anything is overdrawn nothing fits."""
+        if self.pool.overdrawn:
+            return 0
+        return self.room - self.watermark if running else self.room
 
     def open(self, waiting: Waiting, run: list[PrefixNode], now: float) -> Running:
         """Give a request that ``fits`` its table and its promise."""
@@ -153,6 +155,7 @@ class Ledger:
             table=PageTable.of([*(node.page for node in run), *taken], waiting.tokens, self.limits.page_tokens),
             path=run,
             promised=promised,
+            pages=waiting.pages,
             epoch=self.epoch,
             tokens_cached=tokens_cached,
         )
@@ -175,6 +178,7 @@ class Ledger:
         if kept == n:
             return pages
         more = n - kept
+        run.pages += more
         if self.room < more:
             return pages + self.pool.overdraw(more)
         self._make_free(more)
@@ -184,6 +188,7 @@ class Ledger:
         table = run.table
         if run.promised == 0 and self.pool.try_promise(1, reclaimable=self.tree.evictable):
             run.promised = 1
+            run.pages += 1
         left = run.tokens_left
         capacity = table.room + run.promised * table.page_tokens
         if run.promised or (left is not None and left <= capacity):
@@ -193,7 +198,7 @@ class Ledger:
     def close(self, run: Running, now: float, register: bool) -> None:
         """Take everything back; remember the prompt's full pages as a cached prefix if ``register``."""
         self.pool.release(run.promised)
-        run.promised = 0
+        run.promised = run.pages = 0
         self.tree.unlock(run.path, now)
         if register and run.epoch == self.epoch and self._settings.prefix_enabled:
             full = min(len(run.keys), run.tokens // run.table.page_tokens)
@@ -202,16 +207,24 @@ class Ledger:
         run.path, run.table = (), PageTable(run.table.page_tokens)
         self._make_free(0)
 
-    def forecast(self, run: Running, head: Waiting, head_run: list[PrefixNode]) -> Forecast:
-        """What this request gives back towards the head's charge, and when. A draining one is over as soon as the
-        runtime notices. Pages that stay with others, or that the head was not charged for, are not counted."""
-        left = 0 if run.draining else run.tokens_left
-        pages = run.table.pages_held + run.promised
-        if self.limits.shares_prefix and run.path:
-            common = sum(1 for mine, its in zip(run.path, head_run, strict=False) if mine is its)
-            shared = sum(1 for node in run.path[common:] if node.locks > 1)
-            pages -= common + shared
-        return Forecast(inf if left is None else left, pages, run.passed == head.rid)
+    def forecasts(self, running: Iterable[Running], head: Waiting, head_run: list[PrefixNode]) -> list[Forecast]:
+        """What each running request gives back towards the head's charge, and when. A draining one is over as soon as
+        the runtime notices. Pages that stay with others, or that the head was not charged for, are not counted."""
+        rid = head.rid
+        return [
+            (
+                0 if run.draining else inf if run.tokens_max is None else run.tokens_max - run.produced,
+                run.pages - self._pages_staying(run, head_run) if run.path else run.pages,
+                run.passed == rid,
+            )
+            for run in running
+        ]
+
+    def _pages_staying(self, run: Running, head_run: list[PrefixNode]) -> int:
+        if not self.limits.shares_prefix:
+            return 0
+        common = sum(1 for mine, its in zip(run.path, head_run, strict=False) if mine is its)
+        return common + sum(1 for node in run.path[common:] if node.locks > 1)
 
     def expire(self, now: float) -> None:
         self.evicted += self.tree.expire(now, self._settings.expiries_per_step_max)
@@ -231,6 +244,7 @@ class Ledger:
             owners[node.page] = owners.get(node.page, 0) + 1
         locks: dict[int, int] = {}
         for run in running:
+            assert run.pages == run.table.pages_held + run.promised, "pages of a running request miscounted"
             assert run.table.length <= run.table.pages_held * run.table.page_tokens, "a table beyond its pages"
             for page in run.table.pages():
                 owners[page] = owners.get(page, 0) + 1

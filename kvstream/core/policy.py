@@ -18,7 +18,7 @@ blocked* has ended. Counting the pages of those that passed it as well would let
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Sequence
 from math import inf
 
 from attrs import frozen
@@ -38,16 +38,9 @@ def handicap_s(settings: SchedulerSettings, priority: Priority, work: float) -> 
     return settings.ageing_s * (priority.value + share)
 
 
-@frozen(slots=True)
-class Forecast:
-    """What a running request will give back: ``pages`` after ``steps`` more tokens (inf: not known).
-
-    ``passed`` says that it was let past the very head whose start is being planned.
-    """
-
-    steps: float
-    pages: int
-    passed: bool = False
+# What a running request will give back: after how many more tokens (inf: not known), how many pages, and whether it
+# was let past the very head whose start is being planned. A plain tuple: 256 of them are made for one plan.
+Forecast = tuple[float, int, bool]
 
 
 @frozen(slots=True)
@@ -62,21 +55,21 @@ class Horizon:
         return steps <= self.steps < inf or pages <= self.spare
 
 
-def plan_horizon(running: Iterable[Forecast], room: int, target: int) -> Horizon:
+def plan_horizon(running: Sequence[Forecast], room: int, target: int) -> Horizon:
     """When ``room`` pages will have grown to ``target``, and what is spare then.
 
     A target that all ends together do not reach means that the head wants the machine for itself (the ledger lets a
     lone request ignore the watermark): it starts after the last end, and nothing is spare beside it.
     """
-    forecasts = list(running)
-    known = sorted((f.steps, f.pages) for f in forecasts if f.steps < inf)
+    known = sorted([forecast for forecast in running if forecast[0] < inf])
     pages_then, start = room, 0.0
-    for steps, pages in known:
+    for steps, pages, _ in known:
         if pages_then >= target and steps > start:  # all that end in one step are there when the head starts
             break
-        pages_then, start = pages_then + pages, steps
+        pages_then += pages
+        start = steps
     if pages_then >= target:
         return Horizon(start, pages_then - target)
-    if len(known) == len(forecasts):
+    if len(known) == len(running):
         return Horizon(start, 0)
-    return Horizon(inf, max(0, room + sum(f.pages for f in forecasts if not f.passed) - target))
+    return Horizon(inf, max(0, room + sum([pages for _, pages, passed in running if not passed]) - target))

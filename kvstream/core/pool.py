@@ -31,7 +31,7 @@ class PagePool:
         self.tier = tier
         self.total = total
         self._counts: dict[PageId, int] = {}
-        self._recycled: list[PageId] = []
+        self._recycled: list[PageId] = []  # free ids below total
         self._surplus: list[PageId] = []  # free ids at or above total, only for overdrafts
         self._minted = 0  # ids below this have been handed out at least once
         self._promised = 0
@@ -70,10 +70,17 @@ class PagePool:
         """``n`` pages whether or not they exist. Only for memory that the runtime has used already."""
         if n < 0:
             raise AccountingBug(f"take {n} pages")
-        pages = tuple([self._next_id() for _ in range(n)])
-        for page in pages:
-            self._counts[page] = 1
-        return pages
+        cut = max(0, len(self._recycled) - n)
+        pages = self._recycled[cut:]
+        del self._recycled[cut:]
+        while len(pages) < n:
+            if self._minted >= self.total and self._surplus:
+                pages.append(self._surplus.pop())
+            else:
+                pages.append(PageId(self._minted))
+                self._minted += 1
+        self._counts.update(dict.fromkeys(pages, 1))
+        return tuple(pages)
 
     def share(self, pages: Iterable[PageId]) -> None:
         """One owner more for each page."""
@@ -91,7 +98,7 @@ class PagePool:
                 counts[page] = left
             elif left == 0:
                 del counts[page]
-                self._recycled.append(page)
+                (self._recycled if page < self.total else self._surplus).append(page)
             else:
                 raise AccountingBug(f"drop of free page {page}")
 
@@ -118,19 +125,9 @@ class PagePool:
     def resize(self, total: int) -> None:
         """A new total. Held pages stay; those above a smaller total show as ``overdrawn``."""
         self.total = max(0, total)
-        self._recycled += self._surplus
-        self._surplus = []
-
-    def _next_id(self) -> PageId:
-        while self._recycled:
-            page = self._recycled.pop()
-            if page < self.total:
-                return page
-            self._surplus.append(page)
-        if self._minted >= self.total and self._surplus:
-            return self._surplus.pop()
-        self._minted += 1
-        return PageId(self._minted - 1)
+        idle = self._recycled + self._surplus
+        self._recycled = [page for page in idle if page < self.total]
+        self._surplus = [page for page in idle if page >= self.total]
 
     def check(self) -> None:
         """Free + distinct held = total (unless overdrawn), every id in one place."""
@@ -140,4 +137,5 @@ class PagePool:
         assert len(idle) == len(set(idle)), "a page is free twice"
         assert not any(page in self._counts for page in idle), "a page is free and held"
         assert len(idle) + len(self._counts) == self._minted, "an id was lost"
+        assert all(page < self.total for page in self._recycled), "an id that does not exist would be handed out"
         assert self._promised >= 0

@@ -21,7 +21,7 @@ from __future__ import annotations
 
 from bisect import bisect_left, insort
 from collections.abc import Iterator
-from heapq import heapify, heappop, heappush
+from heapq import heapify, heappop, heappush, heapreplace
 from math import inf
 from typing import Final
 
@@ -43,9 +43,12 @@ class Flow:
         self.turn = -inf  # when this client was last granted a seat
         self.place: Place = (inf, 0)
 
-    def place_of(self, index: int, turn: float) -> Place:
-        _, seq, waiting = self.entries[index]
-        return max(waiting.arrived, turn) + waiting.handicap_s, seq
+    def place_of_head(self) -> Place:
+        _, seq, waiting = self.entries[0]
+        return max(waiting.arrived, self.turn) + waiting.handicap_s, seq
+
+
+Standing = tuple[float, int, int, Flow]  # a place, and which entry of which flow stands there; seq makes it unique
 
 
 class WaitingQueue:
@@ -56,7 +59,7 @@ class WaitingQueue:
     def __init__(self) -> None:
         self._by_rid: dict[RequestId, Waiting] = {}
         self._flows: dict[str, Flow] = {}
-        self._order: list[tuple[float, int, Flow]] = []  # by the place of each flow's head
+        self._order: list[Standing] = []  # by the place of each flow's head
         self._deadlines: list[tuple[float, int, Waiting]] = []
         self.bytes = 0
 
@@ -100,23 +103,27 @@ class WaitingQueue:
         self._enter(waiting)
 
     def head(self) -> Waiting | None:
-        return self._order[0][2].entries[0][2] if self._order else None
+        return self._order[0][3].entries[0][2] if self._order else None
 
     def upcoming(self, now: float) -> Iterator[Waiting]:
         """Waiting requests in the order in which they would be granted if all grants happened now.
 
         Lazy, a merge of the flows: the first k cost O(k log k). Do not change the queue while iterating.
         """
-        opened, merged = 0, list[tuple[float, int, int, Flow]]()
-        while opened < len(self._order) or merged:
-            while opened < len(self._order) and (not merged or self._order[opened][:2] <= merged[0][:2]):
-                place, seq, flow = self._order[opened]
-                heappush(merged, (place, seq, 0, flow))
+        order, opened = self._order, 0
+        merged: list[Standing] = []
+        while merged or opened < len(order):
+            while opened < len(order) and (not merged or order[opened] < merged[0]):
+                heappush(merged, order[opened])
                 opened += 1
-            _, _, index, flow = heappop(merged)
+            _, _, index, flow = merged[0]
             yield flow.entries[index][2]
-            if index + 1 < len(flow.entries):
-                heappush(merged, (*flow.place_of(index + 1, now), index + 1, flow))
+            index += 1
+            if index < len(flow.entries):
+                _, seq, waiting = flow.entries[index]
+                heapreplace(merged, (now + waiting.handicap_s, seq, index, flow))  # nobody arrives later than now
+            else:
+                heappop(merged)
 
     def expired(self, now: float) -> Iterator[Waiting]:
         """Requests whose deadline has come, still in the queue: the caller removes each before asking for the next."""
@@ -157,8 +164,8 @@ class WaitingQueue:
         if flow.place[0] < inf:
             del self._order[bisect_left(self._order, flow.place)]
         if flow.entries:
-            flow.place = flow.place_of(0, flow.turn)
-            insort(self._order, (*flow.place, flow))
+            flow.place = flow.place_of_head()
+            insort(self._order, (*flow.place, 0, flow))
         else:
             flow.place = (inf, 0)
 
@@ -167,10 +174,10 @@ class WaitingQueue:
         assert len(listed) == len(self._by_rid), "a waiting request is in no flow, or in two"
         assert all(self._by_rid.get(w.rid) is w for w in listed)
         assert self.bytes == sum(w.bytes for w in listed)
-        assert {id(flow) for _, _, flow in self._order} == {id(flow) for flow in self._flows.values()}
+        assert {id(flow) for _, _, _, flow in self._order} == {id(flow) for flow in self._flows.values()}
         assert [place[:2] for place in self._order] == sorted(flow.place for flow in self._flows.values())
         for flow in self._flows.values():
-            assert flow.place == flow.place_of(0, flow.turn), "a flow stands where its head does not"
+            assert flow.place == flow.place_of_head(), "a flow stands where its head does not"
             keys = [entry[:2] for entry in flow.entries]
             assert keys == sorted(keys), "a flow out of order"
         due = {id(entry[2]) for entry in self._deadlines}

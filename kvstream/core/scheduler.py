@@ -22,7 +22,7 @@ from math import inf
 
 from . import messages as m
 from .ledger import Ledger
-from .policy import handicap_s, plan_horizon, predicted_work
+from .policy import Horizon, handicap_s, plan_horizon, predicted_work
 from .prefix import PrefixNode
 from .queue import WaitingQueue
 from .rate import ServiceRate
@@ -281,10 +281,10 @@ class Scheduler:
 
     def _admit_all(self, ledger: Ledger, now: float) -> None:
         while len(self._running) < self._seats() and (head := self._queue.head()) is not None:
-            run: list[PrefixNode] = []
-            if ledger.fits(ledger.charge_least(head), len(self._running)):
+            available = ledger.available(len(self._running))
+            if ledger.charge_least(head) <= available:
                 run = ledger.cached_run(head, now)
-                if ledger.fits(ledger.charge(head, run), len(self._running)):
+                if ledger.charge(head, run) <= available:
                     self._admit(ledger, head, run, now)
                     continue
             if self.settings.backfill:
@@ -307,21 +307,23 @@ class Scheduler:
 
         Candidates are measured without their cached prefix: cheaper, and never too small.
         """
-        if ledger.room <= ledger.watermark or ledger.pool.overdrawn:
+        available, horizon = ledger.available(len(self._running)), None
+        if available <= 0:
             return
-        horizon = None
         for candidate in list(islice(self._queue.upcoming(now), 1, 1 + self.settings.backfill_candidates_max)):
-            if not ledger.fits(candidate.pages, len(self._running)):
+            if candidate.pages > available:
                 continue
             if horizon is None:
-                head_run = ledger.cached_run(head, now)
-                target = ledger.charge(head, head_run) + ledger.watermark
-                forecasts = [ledger.forecast(run, head, head_run) for run in self._running.values()]
-                horizon = plan_horizon(forecasts, ledger.room, target)
+                horizon = self._plan(ledger, head, now)
             steps = inf if candidate.tokens_max is None else candidate.tokens_max
             if not horizon.lets_pass(steps, candidate.pages):
                 continue
             self._admit(ledger, candidate, ledger.cached_run(candidate, now), now, passed=head.rid)
             if len(self._running) >= self._seats():
                 return
-            horizon = None
+            available, horizon = ledger.available(len(self._running)), None
+
+    def _plan(self, ledger: Ledger, head: Waiting, now: float) -> Horizon:
+        run = ledger.cached_run(head, now)
+        target = ledger.charge(head, run) + ledger.watermark
+        return plan_horizon(ledger.forecasts(self._running.values(), head, run), ledger.room, target)

@@ -51,8 +51,8 @@ class Waiting:
 @define(eq=False, slots=True)
 class Running:
     """A request with a seat. ``path`` are the locked prefix nodes whose pages start the table, ``promised`` the pages
-    still set aside for its answer, ``produced`` its answer tokens, ``epoch`` the life of the runtime's cache it began
-    in, ``passed`` the blocked head it was let past."""
+    still set aside for its answer, ``pages`` the table's and those, ``produced`` its answer tokens, ``epoch`` the life
+    of the runtime's cache it began in, ``passed`` the blocked head it was let past."""
 
     rid: RequestId
     keys: tuple[PageKey, ...]
@@ -64,6 +64,7 @@ class Running:
     table: PageTable
     path: Sequence[PrefixNode]
     promised: int
+    pages: int
     epoch: int
     passed: RequestId | None = None
     produced: int = 0
