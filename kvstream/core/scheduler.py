@@ -8,6 +8,7 @@ is over but the runtime may still be busy with it, so seat and pages stay taken)
 Admission looks at the head of the queue only. Without a free seat nothing happens. When the head lacks pages, a bounded
 number of requests behind it may pass, if its own predicted start does not move (``policy``). Queue bounds are enforced
 last, on this step's newcomers in their order, so that a burst that finds idle seats is not refused for a short queue.
+``retry_after_s`` is what a request that came back now, behind all that wait, would have to wait.
 
 Nothing is admitted before the first ``BackendUp`` (capacity is unknown, so nothing can be called too long either) nor
 while the backend is down. Events about requests that are already forgotten are ignored: the shell and the runtime
@@ -66,7 +67,7 @@ class Scheduler:
         for event in events:
             self._apply(event, now)
         for waiting in self._queue.expired(now):
-            self._turn_away(waiting, RefuseReason.TIMEOUT, self._wait_s(now))
+            self._turn_away(waiting, RefuseReason.TIMEOUT, self._rate.wait_s(now, len(self._queue) - 1))
         if self._ledger is not None:
             self._ledger.expire(now)
             if self._up:
@@ -254,15 +255,11 @@ class Scheduler:
         count, size = len(self._queue) - len(left), self._queue.bytes - sum(w.bytes for w in left)
         for waiting in left:
             if count >= self.settings.queue_max:
-                self._turn_away(waiting, RefuseReason.QUEUE_FULL, self._wait_s(now))
+                self._turn_away(waiting, RefuseReason.QUEUE_FULL, self._rate.wait_s(now, count))
             elif size + waiting.bytes > self.settings.queue_bytes_max:
-                self._turn_away(waiting, RefuseReason.QUEUE_BYTES, self._wait_s(now))
+                self._turn_away(waiting, RefuseReason.QUEUE_BYTES, self._rate.wait_s(now, count))
             else:
                 count, size = count + 1, size + waiting.bytes
-
-    def _wait_s(self, now: float) -> float | None:
-        """What a request that came back now, behind all others, would have to wait."""
-        return self._rate.wait_s(now, len(self._queue))
 
     # --- admitting --------------------------------------------------------------------------------------------------
 
