@@ -20,10 +20,14 @@ _CHOICE_OWN = frozenset({"index", "delta", "message", "text", "logprobs", "finis
 
 
 class Assembler:
-    """Feed every event of one answer, then take ``result()``."""
+    """Feed every event of one answer, then take ``result()``.
 
-    def __init__(self, route: str) -> None:
+    ``prefix`` is text that the runtime leaves out of a stream but would put before the content of a whole answer.
+    """
+
+    def __init__(self, route: str, prefix: str = "") -> None:
         self._route = route
+        self._prefix = prefix
         self._top: dict[str, Any] = {}
         self._choices: dict[int, _Choice] = {}
 
@@ -37,7 +41,7 @@ class Assembler:
         chat = self._route == "/v1/chat/completions"
         top = {key: value for key, value in self._top.items() if key != "object"}
         kind = str(self._top.get("object", "chat.completion" if chat else "text_completion"))
-        choices = [self._choices[index].result(index, chat) for index in sorted(self._choices)]
+        choices = [self._choices[index].result(index, chat, self._prefix) for index in sorted(self._choices)]
         return {"choices": choices, **top, "object": kind.removesuffix(".chunk")}
 
     def _add(self, data: Mapping[str, Any]) -> None:
@@ -68,10 +72,13 @@ class _Choice:
     _logprobs: dict[str, Any] | None = None
     _reason: str | None = None
     _rest: dict[str, Any] = field(factory=dict)
+    _whole: bool = False  # it came as one `message`, which lacks no prefix
 
     def add(self, choice: Mapping[str, Any]) -> None:
         body = choice.get("delta")
-        body = body if isinstance(body, Mapping) else choice.get("message")
+        if not isinstance(body, Mapping):
+            body = choice.get("message")
+            self._whole = isinstance(body, Mapping)
         if isinstance(body, Mapping):
             merge(self._body, {key: value for key, value in body.items() if key != "tool_calls"})
             self._add_calls(body.get("tool_calls"))
@@ -95,12 +102,14 @@ class _Choice:
                 held = self._calls.setdefault(index if isinstance(index, int) else place, {})
                 merge(held, {key: value for key, value in call.items() if key != "index"})
 
-    def result(self, index: int, chat: bool) -> dict[str, Any]:
+    def result(self, index: int, chat: bool, prefix: str) -> dict[str, Any]:
         done: dict[str, Any] = {"index": index, "finish_reason": self._reason}
         if chat:
             message: dict[str, Any] = {"role": "assistant", **finished(self._body)}
             if self._calls:
                 message["tool_calls"] = [finished(self._calls[place]) for place in sorted(self._calls)]
+            if prefix and not self._whole:
+                message["content"] = prefix + (message.get("content") or "")
             if message.get("content") is None:
                 message["content"] = None if self._calls or "refusal" in message else ""
             done["message"] = message

@@ -171,6 +171,16 @@ class Decoder(Protocol):
         ...
 
 
+class AnswerAssembler(Protocol):
+    """Puts the events of a stream together into the answer of a client that did not ask for a stream."""
+
+    def feed(self, event: UpstreamEvent) -> None: ...
+
+    def result(self) -> dict[str, Any]:
+        """The answer as the runtime itself would have given it in one piece."""
+        ...
+
+
 # --- what a backend is and can ----------------------------------------------------------------------------------------
 
 
@@ -258,6 +268,10 @@ class Adapter(Protocol):
         ``content_type`` is the answer's header. With ``application/json`` the runtime ignored ``stream: true``: the
         whole object is read and, for a client that streams, re-emitted as chunks.
         """
+        ...
+
+    def assembler(self, request: ProxyRequest) -> AnswerAssembler:
+        """Assembles the events of ``decoder(request)`` for a client without ``stream``."""
         ...
 
     def error(self, reply: HttpReply) -> Failed:

@@ -19,14 +19,24 @@ from urllib.parse import quote
 from attrs import frozen
 
 from ..core.types import PoolMode
-from .base import Capabilities, CapacityQuery, CapacityReport, Health, HttpCall, HttpReply, ProxyRequest
+from .assemble import Assembler
+from .base import (
+    AnswerAssembler,
+    Capabilities,
+    CapacityQuery,
+    CapacityReport,
+    Health,
+    HttpCall,
+    HttpReply,
+    ProxyRequest,
+)
 from .bodies import ABSENT, dumps, edit
 from .capacity import PAGES_DEFAULT, SEATS_DEFAULT, CapacityNotes, smallest
 from .failure import failed_reply
+from .llamacpp_state import Props, empty_slot, slots_of, streams_of
 from .openai import ROUTES, OpenAIBackend
 
 PROBE_FILE = "kvstream-probe.bin"
-_PROBE_BYTES_FIXED, _PROBE_BYTES_PER_STREAM = 32, 4
 _HOW_TO_KNOW = "start llama-server with an explicit -np N and --slot-save-path DIR, or set kv_unified"
 
 
@@ -181,6 +191,9 @@ class LlamaCppBackend(OpenAIBackend):
         """A GET about our model. A single-model server ignores the query; a router must not load the model for it."""
         return f"{path}?model={quote(self.model, safe='')}&autoload=false" if self.model else path
 
+    def assembler(self, request: ProxyRequest) -> AnswerAssembler:
+        return Assembler(request.route, prefill_of(request.view))
+
     # --- exact counting ---
 
     def count_calls(self, request: ProxyRequest) -> HttpCall | tuple[int, ...] | None:
@@ -218,69 +231,6 @@ class LlamaCppBackend(OpenAIBackend):
         return HttpCall("POST", path, self.headers(request.headers, "application/json"), changed)
 
 
-@frozen
-class Props:
-    """What ``/props`` tells: slots, tokens of context per slot, build, and whether the model sleeps."""
-
-    slots: int
-    context: int
-    build: str
-    sleeping: bool
-
-    @classmethod
-    def read(cls, reply: HttpReply | None) -> Props | None:
-        data = reply.json() if reply is not None and reply.status == 200 else None
-        if not isinstance(data, dict):
-            return None
-        settings = data.get("default_generation_settings")
-        context = settings.get("n_ctx") if isinstance(settings, dict) else None
-        slots = data.get("total_slots")
-        if not (isinstance(slots, int) and slots > 0 and isinstance(context, int) and context > 0):
-            return None
-        return cls(slots, context, str(data.get("build_info", "")), data.get("is_sleeping") is True)
-
-    def instance(self, metrics: HttpReply | None) -> str:
-        """Changes when the server was restarted; without ``--metrics`` only when its build changed."""
-        started = metrics.headers.get("process-start-time-unix", "") if metrics is not None else ""
-        return f"{self.build}@{started}"
-
-
-def slots_of(reply: HttpReply | None) -> list[dict[str, Any]] | None:
-    """The rows of ``/slots``; None when the server does not show them (501 with ``--no-slots``)."""
-    data = reply.json() if reply is not None and reply.status == 200 else None
-    if not isinstance(data, list):
-        return None
-    return [row for row in data if isinstance(row, dict) and isinstance(row.get("id"), int)]
-
-
-def empty_slot(reply: HttpReply | None) -> int | None:
-    """An idle slot that holds nothing, the surest first: one that says 0 tokens, then one never used.
-
-    A slot that a file was restored into looks never used until its first task; saving it is harmless, and the answer
-    then names its tokens and is not taken.
-    """
-    idle = [row for row in slots_of(reply) or () if row.get("is_processing") is False]
-    for row in idle:
-        if row.get("n_prompt_tokens") == 0:
-            return int(row["id"])
-    for row in reversed(idle):
-        if "n_prompt_tokens" not in row:
-            return int(row["id"])
-    return None
-
-
-def streams_of(probe: HttpReply | None) -> int | None:
-    """The number of KV streams that a saved empty slot shows, or None."""
-    data = probe.json() if probe is not None and probe.status == 200 else None
-    if not isinstance(data, dict) or data.get("n_saved") != 0:
-        return None
-    written = data.get("n_written")
-    if not isinstance(written, int) or written <= _PROBE_BYTES_FIXED:
-        return None
-    streams, odd = divmod(written - _PROBE_BYTES_FIXED, _PROBE_BYTES_PER_STREAM)
-    return streams if not odd else None
-
-
 def _has_media(messages: Any) -> bool:
     """Whether a message has a part that is no text: its tokens cannot be counted from a rendered prompt."""
     for message in messages if isinstance(messages, list) else ():
@@ -289,3 +239,19 @@ def _has_media(messages: Any) -> bool:
             if isinstance(part, dict) and part.get("type") not in ("text", "refusal", None):
                 return True
     return False
+
+
+def prefill_of(view: Mapping[str, Any]) -> str:
+    """The text of a last message by the assistant, which the server continues.
+
+    A stream holds the continuation alone, a whole answer begins with this text (measured; parts are joined as here).
+    """
+    messages = view.get("messages")
+    last = messages[-1] if isinstance(messages, list) and messages else None
+    if not isinstance(last, dict) or last.get("role") != "assistant" or last.get("tool_calls"):
+        return ""
+    content = last.get("content")
+    if isinstance(content, list):
+        texts = [part.get("text") for part in content if isinstance(part, dict)]
+        return "\n\n".join(text for text in texts if isinstance(text, str))
+    return content if isinstance(content, str) else ""

@@ -9,7 +9,9 @@ from typing import Any, ClassVar
 from attrs import field, frozen
 
 from ..core.types import PoolMode
+from .assemble import Assembler
 from .base import (
+    AnswerAssembler,
     Capabilities,
     CapacityQuery,
     CapacityReport,
@@ -149,6 +151,9 @@ class OpenAIBackend:
 
     def decoder(self, request: ProxyRequest, *, content_type: str = "") -> Decoder:
         return open_decoder(request, content_type, self.event_bytes_max)
+
+    def assembler(self, request: ProxyRequest) -> AnswerAssembler:
+        return Assembler(request.route)
 
     def error(self, reply: HttpReply) -> Failed:
         return failed_reply(reply)

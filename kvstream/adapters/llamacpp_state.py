@@ -1,0 +1,74 @@
+"""What llama.cpp's status answers tell: ``/props``, ``/slots`` and the size of a saved empty slot."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from attrs import frozen
+
+from .base import HttpReply
+
+_PROBE_BYTES_FIXED, _PROBE_BYTES_PER_STREAM = 32, 4
+
+
+@frozen
+class Props:
+    """What ``/props`` tells: slots, tokens of context per slot, build, and whether the model sleeps."""
+
+    slots: int
+    context: int
+    build: str
+    sleeping: bool
+
+    @classmethod
+    def read(cls, reply: HttpReply | None) -> Props | None:
+        data = reply.json() if reply is not None and reply.status == 200 else None
+        if not isinstance(data, dict):
+            return None
+        settings = data.get("default_generation_settings")
+        context = settings.get("n_ctx") if isinstance(settings, dict) else None
+        slots = data.get("total_slots")
+        if not (isinstance(slots, int) and slots > 0 and isinstance(context, int) and context > 0):
+            return None
+        return cls(slots, context, str(data.get("build_info", "")), data.get("is_sleeping") is True)
+
+    def instance(self, metrics: HttpReply | None) -> str:
+        """Changes when the server was restarted; without ``--metrics`` only when its build changed."""
+        started = metrics.headers.get("process-start-time-unix", "") if metrics is not None else ""
+        return f"{self.build}@{started}"
+
+
+def slots_of(reply: HttpReply | None) -> list[dict[str, Any]] | None:
+    """The rows of ``/slots``; None when the server does not show them (501 with ``--no-slots``)."""
+    data = reply.json() if reply is not None and reply.status == 200 else None
+    if not isinstance(data, list):
+        return None
+    return [row for row in data if isinstance(row, dict) and isinstance(row.get("id"), int)]
+
+
+def empty_slot(reply: HttpReply | None) -> int | None:
+    """An idle slot that holds nothing, the surest first: one that says 0 tokens, then one never used.
+
+    A slot that a file was restored into looks never used until its first task; saving it is harmless, and the answer
+    then names its tokens and is not taken.
+    """
+    idle = [row for row in slots_of(reply) or () if row.get("is_processing") is False]
+    for row in idle:
+        if row.get("n_prompt_tokens") == 0:
+            return int(row["id"])
+    for row in reversed(idle):
+        if "n_prompt_tokens" not in row:
+            return int(row["id"])
+    return None
+
+
+def streams_of(probe: HttpReply | None) -> int | None:
+    """The number of KV streams that a saved empty slot shows, or None."""
+    data = probe.json() if probe is not None and probe.status == 200 else None
+    if not isinstance(data, dict) or data.get("n_saved") != 0:
+        return None
+    written = data.get("n_written")
+    if not isinstance(written, int) or written <= _PROBE_BYTES_FIXED:
+        return None
+    streams, odd = divmod(written - _PROBE_BYTES_FIXED, _PROBE_BYTES_PER_STREAM)
+    return streams if not odd else None
