@@ -34,28 +34,40 @@ import signal
 import subprocess
 import sys
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from typing import Literal, Protocol, Union
+from typing import Protocol
 
 import trio
-from attrs import evolve, frozen
+from attrs import evolve
 
 from ..errors import EmbeddedError
-from .embedded_child import clean_environment
+from .embedded_child import KeptLog, clean_environment
 from .embedded_find import (
+    LINES_IN_ERROR,
+    Died,
+    EmbeddedEvent,
+    EmbeddedSnapshot,
     EmbeddedSpec,
     FoundServer,
-    KeptLog,
-    Kind,
+    Launched,
+    Loading,
+    Restarting,
+    State,
+    Up,
     check_model,
     child_argv,
     child_environment,
     claim_place,
+    describe_event,
+    describe_exit,
     find_server,
     free_port,
     server_flags,
 )
 
-__all__ = ["EmbeddedServer", "EmbeddedSpec", "EmbeddedSnapshot", "EmbeddedEvent", "describe_event"]
+__all__ = [
+    "EmbeddedServer", "EmbeddedSpec", "EmbeddedSnapshot", "EmbeddedEvent", "Launched", "Loading", "Up", "Died",
+    "Restarting", "describe_event",
+]
 
 BACKOFF_S_MIN = 0.5
 UP_S_FORGIVES = 60.0
@@ -65,95 +77,8 @@ HELP_S_MAX = 10.0
 LOG_DRAIN_S = 1.0
 POLL_S = 0.1
 LOADING_EVENT_S = 0.5
-LINES_IN_ERROR = 12
 
-State = Literal["starting", "loading", "up", "restarting", "failed", "stopped"]
 Probe = Callable[[str], Awaitable[bool]]
-
-
-# --- what others see --------------------------------------------------------------------------------------------------
-
-
-@frozen
-class Launched:
-    pid: int
-    port: int
-    kind: Kind
-
-
-@frozen
-class Loading:
-    """The model is being loaded. ``percent`` only where the server's log tells; ``words`` is its last line."""
-
-    elapsed_s: float
-    percent: int | None
-    words: str
-
-
-@frozen
-class Up:
-    load_s: float
-
-
-@frozen
-class Died:
-    """``code`` is the exit code, negative for a signal, None when it did not load in time and was stopped."""
-
-    code: int | None
-    last_lines: tuple[str, ...]
-
-
-@frozen
-class Restarting:
-    in_s: float
-    restarts: int
-
-
-EmbeddedEvent = Union[Launched, Loading, Up, Died, Restarting]
-
-
-@frozen
-class EmbeddedSnapshot:
-    """``since`` is Trio's clock at the last change of ``state``; ``pid`` is None while there is no child."""
-
-    state: State = "starting"
-    kind: Kind | None = None
-    pid: int | None = None
-    port: int | None = None
-    restarts: int = 0
-    percent: int | None = None
-    words: str = ""
-    since: float = 0.0
-    last_lines: tuple[str, ...] = ()
-    log_path: str = ""
-
-
-def describe_exit(code: int | None) -> str:
-    """An exit code in words a person can search for."""
-    if code is None:
-        return "did not load the model in time"
-    if code < 0:
-        with contextlib.suppress(ValueError):
-            name = signal.Signals(-code).name
-            hint = " (this CPU lacks instructions the build needs)" if name == "SIGILL" else ""
-            return f"was killed by {name}{hint}"
-    return f"ended with code {code}"
-
-
-def describe_event(event: EmbeddedEvent) -> str:
-    """One line for a log; the last lines of a dead server below it."""
-    match event:
-        case Launched(pid, port, kind):
-            return f"llama.cpp ({kind}) launched as process {pid} on port {port}"
-        case Loading(elapsed_s, percent, words):
-            share = "" if percent is None else f", {percent} %"
-            return f"loading the model: {elapsed_s:.0f} s{share}{': ' + words if words else ''}"
-        case Up(load_s):
-            return f"llama.cpp is up after {load_s:.1f} s"
-        case Died(code, last_lines):
-            return "\n  ".join([f"llama.cpp {describe_exit(code)}", *last_lines[-LINES_IN_ERROR:]])
-        case Restarting(in_s, restarts):
-            return f"llama.cpp restarts in {in_s:g} s (restart {restarts})"
 
 
 # --- the process port -------------------------------------------------------------------------------------------------

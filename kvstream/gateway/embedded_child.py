@@ -1,4 +1,4 @@
-"""What runs in the llama.cpp child process: a guard against outliving KVStream, then the server.
+"""The llama.cpp child process: a guard against outliving KVStream, then the server; and the keeper of what it prints.
 
 Two modes, chosen by the supervisor (``embedded_find.child_argv`` is the only place that writes this command line)::
 
@@ -19,14 +19,18 @@ importer of xllamacpp.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import os
+import re
 import signal
 import subprocess
 import sys
 import threading
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from pathlib import Path
+from typing import Any, BinaryIO, NamedTuple
 
 PR_SET_PDEATHSIG = 1
 
@@ -34,6 +38,13 @@ EXIT_USAGE = 2
 EXIT_LOAD_FAILED = 1
 EXIT_ORPHANED = 3
 EXIT_NOT_EXECUTABLE = 127
+
+LINES_MAX = 50
+LINE_BYTES_MAX = 2000
+FILE_BYTES_MAX = 10 * 1024 * 1024
+
+# "0.01.096.420 I srv    load_model: initializing, n_slots = 4": when, how grave, who, and then the words.
+_PREFIX = re.compile(r"^\d+\.\d+\.\d+\.\d+ [A-Z] +\S+ +\S+: ")
 
 
 class Flag(NamedTuple):
@@ -203,6 +214,79 @@ def run_below(command: Sequence[str]) -> int:
 def _cannot_run(command: Sequence[str], error: OSError) -> int:
     print(f"cannot run {command[0]}: {error.strerror}", file=sys.stderr, flush=True)
     return EXIT_NOT_EXECUTABLE
+
+# --- what the child prints -----------------------------------------------------------------------------------------
+
+
+class KeptLog:
+    """The log of one child after another.
+
+    The file rotates at ``bytes_max`` to ``NAME.1``, the one before is dropped. A full disk costs the file its newest
+    lines and nobody else anything: the memory goes on. Use as a context manager.
+    """
+
+    def __init__(self, path: Path, *, bytes_max: int = FILE_BYTES_MAX) -> None:
+        self.path = path
+        self._bytes_max = bytes_max
+        self._lines: deque[str] = deque(maxlen=LINES_MAX)
+        self._partial = b""
+        self._file: BinaryIO | None = None
+        self._open()
+
+    def __enter__(self) -> KeptLog:
+        return self
+
+    def __exit__(self, *_exc: object) -> None:
+        self._close()
+
+    def write(self, chunk: bytes) -> None:
+        """Take output in any split; lines are put together here."""
+        if self._size and self._size + len(chunk) > self._bytes_max:
+            self._rotate()
+        if self._file is not None:
+            with contextlib.suppress(OSError):
+                self._file.write(chunk)
+        self._size += len(chunk)
+        *whole, self._partial = (self._partial + chunk).split(b"\n")
+        self._partial = self._partial[-LINE_BYTES_MAX:]
+        for line in whole:
+            self._lines.append(line[:LINE_BYTES_MAX].decode("utf-8", "replace").rstrip())
+
+    def end_line(self) -> None:
+        """The child is gone: what it left without a newline is its last line."""
+        if self._partial:
+            self.write(b"\n")
+
+    def last_lines(self) -> tuple[str, ...]:
+        """At most 50, oldest first."""
+        return tuple(self._lines)
+
+    def progress(self) -> tuple[int | None, str]:
+        """Percent, where this build prints a dot for each, and the last line without its prefix."""
+        dots = self._partial.strip(b" ")
+        percent = min(len(dots), 100) if dots and not dots.strip(b".") else None
+        last = next((line for line in reversed(self._lines) if line.strip(" .")), "")
+        return percent, _PREFIX.sub("", last)
+
+    def _rotate(self) -> None:
+        self._close()
+        with contextlib.suppress(OSError):
+            self.path.replace(self.path.with_name(self.path.name + ".1"))
+        self._open()
+
+    def _open(self) -> None:
+        self._size = 0
+        with contextlib.suppress(OSError):
+            self._file = self.path.open("ab", buffering=0)
+            self._size = self._file.tell()
+
+    def _close(self) -> None:
+        if self._file is not None:
+            self._file.close()
+        self._file = None
+
+
+# --- the entry --------------------------------------------------------------------------------------------------------
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -1,4 +1,5 @@
-"""What the embedded llama.cpp needs before it starts: the server, the model, its command line, a place on disk.
+"""What the embedded llama.cpp needs before it starts: the server, the model, its command line, a place on disk; and
+the events and the snapshot in which others see it.
 
 Everything here is synchronous and finished in milliseconds; every fault is an ``EmbeddedError`` that says what to do.
 """
@@ -8,15 +9,14 @@ from __future__ import annotations
 import contextlib
 import importlib.util
 import os
-import re
 import shutil
+import signal
 import socket
 import sys
-from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import BinaryIO, Literal
+from typing import Literal, Union
 
 from attrs import field, frozen
 
@@ -25,14 +25,11 @@ from .embedded_child import clean_environment, read_flags
 
 FROZEN_SUBCOMMAND = "_llama-child"
 INSTANCES_MAX = 64
-LINES_MAX = 50
-LINE_BYTES_MAX = 2000
-FILE_BYTES_MAX = 10 * 1024 * 1024
 
-# "0.01.096.420 I srv    load_model: initializing, n_slots = 4": when, how grave, who, and then the words.
-_PREFIX = re.compile(r"^\d+\.\d+\.\d+\.\d+ [A-Z] +\S+ +\S+: ")
+LINES_IN_ERROR = 12
 
 Kind = Literal["llama-server", "xllamacpp"]
+State = Literal["starting", "loading", "up", "restarting", "failed", "stopped"]
 
 
 def _path(value: str | os.PathLike[str]) -> Path:
@@ -180,6 +177,91 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
+# --- what others see --------------------------------------------------------------------------------------------------
+
+
+@frozen
+class Launched:
+    pid: int
+    port: int
+    kind: Kind
+
+
+@frozen
+class Loading:
+    """The model is being loaded. ``percent`` only where the server's log tells; ``words`` is its last line."""
+
+    elapsed_s: float
+    percent: int | None
+    words: str
+
+
+@frozen
+class Up:
+    load_s: float
+
+
+@frozen
+class Died:
+    """``code`` is the exit code, negative for a signal, None when it did not load in time and was stopped."""
+
+    code: int | None
+    last_lines: tuple[str, ...]
+
+
+@frozen
+class Restarting:
+    in_s: float
+    restarts: int
+
+
+EmbeddedEvent = Union[Launched, Loading, Up, Died, Restarting]
+
+
+@frozen
+class EmbeddedSnapshot:
+    """``since`` is Trio's clock at the last change of ``state``; ``pid`` is None while there is no child."""
+
+    state: State = "starting"
+    kind: Kind | None = None
+    pid: int | None = None
+    port: int | None = None
+    restarts: int = 0
+    percent: int | None = None
+    words: str = ""
+    since: float = 0.0
+    last_lines: tuple[str, ...] = ()
+    log_path: str = ""
+
+
+def describe_exit(code: int | None) -> str:
+    """An exit code in words a person can search for."""
+    if code is None:
+        return "did not load the model in time"
+    if code < 0:
+        with contextlib.suppress(ValueError):
+            name = signal.Signals(-code).name
+            hint = " (this CPU lacks instructions the build needs)" if name == "SIGILL" else ""
+            return f"was killed by {name}{hint}"
+    return f"ended with code {code}"
+
+
+def describe_event(event: EmbeddedEvent) -> str:
+    """One line for a log; the last lines of a dead server below it."""
+    match event:
+        case Launched(pid, port, kind):
+            return f"llama.cpp ({kind}) launched as process {pid} on port {port}"
+        case Loading(elapsed_s, percent, words):
+            share = "" if percent is None else f", {percent} %"
+            return f"loading the model: {elapsed_s:.0f} s{share}{': ' + words if words else ''}"
+        case Up(load_s):
+            return f"llama.cpp is up after {load_s:.1f} s"
+        case Died(code, last_lines):
+            return "\n  ".join([f"llama.cpp {describe_exit(code)}", *last_lines[-LINES_IN_ERROR:]])
+        case Restarting(in_s, restarts):
+            return f"llama.cpp restarts in {in_s:g} s (restart {restarts})"
+
+
 # --- the place on disk ------------------------------------------------------------------------------------------------
 
 
@@ -261,74 +343,3 @@ def _try_lock(fd: int) -> bool:
     except OSError:
         return False
     return True
-
-
-# --- what the child prints -----------------------------------------------------------------------------------------
-
-
-class KeptLog:
-    """The log of one child after another.
-
-    The file rotates at ``bytes_max`` to ``NAME.1``, the one before is dropped. A full disk costs the file its newest
-    lines and nobody else anything: the memory goes on. Use as a context manager.
-    """
-
-    def __init__(self, path: Path, *, bytes_max: int = FILE_BYTES_MAX) -> None:
-        self.path = path
-        self._bytes_max = bytes_max
-        self._lines: deque[str] = deque(maxlen=LINES_MAX)
-        self._partial = b""
-        self._file: BinaryIO | None = None
-        self._open()
-
-    def __enter__(self) -> KeptLog:
-        return self
-
-    def __exit__(self, *_exc: object) -> None:
-        self._close()
-
-    def write(self, chunk: bytes) -> None:
-        """Take output in any split; lines are put together here."""
-        if self._size and self._size + len(chunk) > self._bytes_max:
-            self._rotate()
-        if self._file is not None:
-            with contextlib.suppress(OSError):
-                self._file.write(chunk)
-        self._size += len(chunk)
-        *whole, self._partial = (self._partial + chunk).split(b"\n")
-        self._partial = self._partial[-LINE_BYTES_MAX:]
-        for line in whole:
-            self._lines.append(line[:LINE_BYTES_MAX].decode("utf-8", "replace").rstrip())
-
-    def end_line(self) -> None:
-        """The child is gone: what it left without a newline is its last line."""
-        if self._partial:
-            self.write(b"\n")
-
-    def last_lines(self) -> tuple[str, ...]:
-        """At most 50, oldest first."""
-        return tuple(self._lines)
-
-    def progress(self) -> tuple[int | None, str]:
-        """Percent, where this build prints a dot for each, and the last line without its prefix."""
-        dots = self._partial.strip(b" ")
-        percent = min(len(dots), 100) if dots and not dots.strip(b".") else None
-        last = next((line for line in reversed(self._lines) if line.strip(" .")), "")
-        return percent, _PREFIX.sub("", last)
-
-    def _rotate(self) -> None:
-        self._close()
-        with contextlib.suppress(OSError):
-            self.path.replace(self.path.with_name(self.path.name + ".1"))
-        self._open()
-
-    def _open(self) -> None:
-        self._size = 0
-        with contextlib.suppress(OSError):
-            self._file = self.path.open("ab", buffering=0)
-            self._size = self._file.tell()
-
-    def _close(self) -> None:
-        if self._file is not None:
-            self._file.close()
-        self._file = None
