@@ -249,12 +249,12 @@ def test_the_template_is_the_shipped_file() -> None:
 
 SNAPSHOT: dict[str, Any] = {
     "version": "0.2.0", "state": "ready",
-    "backend": {"kind": "llamacpp", "url": "http://127.0.0.1:8081", "state": "up", "more": [1]},
+    "backend": {"kind": "llamacpp", "url": "http://127.0.0.1:8081", "state": "up", "detail": "slow", "more": [1]},
     "capacity": {"mode": "unified", "seats": 4, "pages": 64, "page_tokens": 16, "request_tokens_max": 1024,
                  "source": "/props", "notes": ["asked for 99 pages, the runtime has 64"]},
     "seats": {"total": 4, "used": 2, "draining": 1},
     "pages": {"device": {"total": 64, "free": 10, "held": 50, "cached": 4, "promised": 3}, "host": {"total": 8192}},
-    "queue": {"length": 25, "bytes": 999, "requests": [
+    "queue": {"length": 300, "bytes": 999, "requests": [
         {"id": f"req-{n}", "position": n, "age_s": 1.26, "tokens": 77, "priority": "normal"} for n in range(25)]},
     "running": [{"id": "run-1", "phase": "prefill", "tokens": 5, "unknown": {"x": 1}}],
     "prefixes": {"nodes": 3, "tokens": 48}, "counters": {"admitted": 12, "refused": 1},
@@ -304,7 +304,7 @@ def test_status(fake: Fake) -> None:
     fake.replies["/status"] = (200, json.dumps(SNAPSHOT).encode())
     result = invoke("status", "--url", fake.url)
     assert result.exit_code == 0
-    for text in ("ready", "llamacpp", "unified", "2 of 4 used", "25 waiting", "asked for 99", "run-1"):
+    for text in ("ready", "llamacpp", "unified", "2 of 4 used", "300 waiting", "asked for 99", "run-1"):
         assert text in result.stdout
     result = invoke("status", "--json", "--url", fake.url + "/")
     assert json.loads(result.stdout) == SNAPSHOT
@@ -314,8 +314,8 @@ def test_status_shows_what_matters() -> None:
     text = rendered(SNAPSHOT)
     row = next(line for line in text.splitlines() if "device" in line)
     assert [int(word) for word in row.split() if word.isdigit()] == [64, 10, 50, 4, 3]
-    assert "req-19" in text and "req-20" not in text and "... and 5 more" in text
-    assert "admitted 12, refused 1" in text and "3 nodes, 48 tokens" in text and "1.3" in text
+    assert "req-19" in text and "req-20" not in text and "... and 280 more" in text
+    assert "admitted 12, refused 1" in text and "3 nodes, 48 tokens" in text and "up (slow)" in text and "1.3" in text
 
 
 @pytest.mark.parametrize("snapshot", [

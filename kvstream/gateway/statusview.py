@@ -24,7 +24,9 @@ from ..errors import BackendUnavailableError, ConfigError, KVStreamError
 LOOK_EVERY_S = 1.0
 LOOK_TIMEOUT_S = 5.0
 ROWS_MAX = 20  # of the queue and of the running requests; a terminal is not a log
-RUNNING_COLUMNS = ("id", "phase", "state", "age_s", "tokens", "produced", "pages", "cached", "slot", "priority")
+WAITING_COLUMNS = ("position", "id", "age_s", "tokens", "counted", "priority")
+RUNNING_COLUMNS = ("id", "phase", "state", "age_s", "tokens", "produced", "pages", "cached", "counted", "priority")
+PAGE_COLUMNS = ("total", "free", "held", "cached", "promised", "overdrawn")
 
 
 def check_url(url: str) -> None:
@@ -140,8 +142,8 @@ def render(snapshot: Mapping[str, Any]) -> RenderableType:
     prefixes = _table(snapshot, "prefixes")
     parts.append(Text(f"prefixes  {_n(prefixes, 'nodes')} nodes, {_n(prefixes, 'tokens')} tokens"))
     parts.append(_pages(_table(snapshot, "pages")))
-    parts.extend(_rows("waiting", _list(queue, "requests"), ("position", "id", "age_s", "tokens", "priority")))
-    parts.extend(_rows("running", _list(snapshot, "running"), RUNNING_COLUMNS))
+    parts.extend(_rows("waiting", _list(queue, "requests"), WAITING_COLUMNS, queue.get("length")))
+    parts.extend(_rows("running", _list(snapshot, "running"), RUNNING_COLUMNS, seats.get("used")))
     counters = _table(snapshot, "counters")
     if counters:
         parts.append(Text("counters  " + ", ".join(f"{_plain(name)} {_plain(count)}"
@@ -153,6 +155,8 @@ def _headline(snapshot: Mapping[str, Any]) -> Text:
     backend = _table(snapshot, "backend")
     line = Text.assemble(("KVStream ", "bold"), _n(snapshot, "version"), "  ", (_n(snapshot, "state"), "bold"))
     line.append(f"\nbackend   {_n(backend, 'kind')} {_n(backend, 'url')}: {_n(backend, 'state')}")
+    if backend.get("detail"):
+        line.append(f" ({_n(backend, 'detail')})", style="yellow")
     return line
 
 
@@ -166,7 +170,7 @@ def _capacity(capacity: Mapping[str, Any]) -> Text:
 
 
 def _pages(pages: Mapping[str, Any]) -> Table:
-    columns = ("total", "free", "held", "cached", "promised")
+    columns = [column for column in PAGE_COLUMNS if any(column in _table(pages, tier) for tier in pages)]
     table = Table(title="pages", title_justify="left")
     table.add_column("tier")
     for column in columns:
@@ -177,8 +181,9 @@ def _pages(pages: Mapping[str, Any]) -> Table:
     return table
 
 
-def _rows(title: str, rows: Sequence[Any], columns: tuple[str, ...]) -> list[RenderableType]:
-    """A table of requests with those of ``columns`` that occur; nothing when there are no rows."""
+def _rows(title: str, rows: Sequence[Any], columns: tuple[str, ...], total: Any) -> list[RenderableType]:
+    """A table of requests with those of ``columns`` that occur; nothing when there are no rows. ``total`` is how many
+    there are, since the server does not list them all."""
     shown = [row for row in rows[:ROWS_MAX] if isinstance(row, dict)]
     present = [column for column in columns if any(column in row for row in shown)]
     if not present:
@@ -188,7 +193,7 @@ def _rows(title: str, rows: Sequence[Any], columns: tuple[str, ...]) -> list[Ren
         table.add_column(column, justify="right")
     for row in shown:
         table.add_row(*(Text(_n(row, column)) for column in present))
-    more = len(rows) - len(shown)
+    more = max(len(rows), total if isinstance(total, int) else 0) - len(shown)
     return [table, Text(f"... and {more} more")] if more > 0 else [table]
 
 
