@@ -37,6 +37,7 @@ _CLIENT_FAULT = re.compile(
     r"|tool calling requires model-published|tool calls require distinct model-published",  # Foundry Local
     re.IGNORECASE,
 )
+_NO_ROUTE = re.compile(r"^Unexpected endpoint or method")  # LM Studio, with status 200
 _SOURCE_PLACE = re.compile(r"(?:[A-Za-z]:)?[\w./\\~-]*[/\\][\w.-]+\.(?:cpp|cc|cu|h|hpp|py|go|rs|cs)(?::\d+)*:?")
 _UNPRINTABLE = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029\ufffd]+")
 
@@ -102,6 +103,8 @@ def _kind(text: str, words: frozenset[str], status: int) -> tuple[str, int]:
         return "backend_auth", 502
     if _CLIENT_FAULT.search(text):
         return "upstream_rejected", 400
+    if _NO_ROUTE.search(text):
+        return "upstream_rejected", 404
     if status in (0, 500, 503) and _LOADING.search(text):
         return "model_loading", 503
     if words & {"model_not_found"} or (status in (0, 400, 404) and _NO_MODEL.search(text)):
