@@ -1,12 +1,10 @@
 """Who goes first, and who may pass a blocked head. Plain functions over numbers.
 
-*Order.* Every request gets a *handicap* in seconds when it is submitted, and requests are served by arrival +
-handicap. A priority class is worth ``ageing_s`` seconds: after waiting that long a NORMAL request stands where a HIGH
-one that arrives now stands, which is what "promoted by ageing" means, without anything to re-sort as time goes by.
-Under ``sjf`` predicted work adds up to another ``ageing_s``, approached but never reached however long the job
-(``work / (work + half)``), so short jobs pass long ones and a long job is passed only by those that arrive within
-``ageing_s`` after it. Nobody can be passed by a request that arrives more than ``(class + 1) * ageing_s`` later: no
-starvation, whatever the load.
+*Order.* Classes first, each ageing into the next (see ``queue``). Within a class requests are served by arrival +
+*handicap*, seconds that are fixed when a request is submitted, so nothing is re-sorted as time goes by. Under ``fcfs``
+there is none. Under ``sjf`` it grows with the predicted work towards ``ageing_s``, approached but never reached however
+long the job (``work / (work + half)``): short jobs pass long ones, but a long job is passed only by those that arrive
+within ``ageing_s`` after it. No starvation, whatever the load.
 
 *Backfill* (EASY). The head lacks pages. Time is counted in steps of one answer token for every running sequence.
 ``plan_horizon`` asks when enough pages come back for the head if every running request uses its whole answer
@@ -23,19 +21,16 @@ from math import inf
 
 from attrs import frozen
 
-from .settings import SchedulerSettings
-from .types import Priority
-
 
 def predicted_work(tokens_uncached: int, answer_tokens: int, prefill_weight: float) -> float:
     """Work of a request in units of one answer token."""
     return tokens_uncached * prefill_weight + answer_tokens
 
 
-def handicap_s(settings: SchedulerSettings, priority: Priority, work: float) -> float:
-    """Seconds by which a request stands behind a HIGH (and, under sjf, infinitely short) one of the same arrival."""
-    share = work / (work + settings.sjf_half_work) if settings.order == "sjf" else 0.0
-    return settings.ageing_s * (priority.value + share)
+def handicap_s(work: float, half_work: float, ageing_s: float) -> float:
+    """Seconds by which a job stands behind an infinitely short one of the same arrival; half of ``ageing_s`` for a
+    job of ``half_work``."""
+    return ageing_s * (work / (work + half_work))
 
 
 # What a running request will give back: after how many more tokens (inf: not known), how many pages, and whether it

@@ -40,7 +40,7 @@ class Scheduler:
 
     def __init__(self, settings: SchedulerSettings) -> None:
         self.settings = settings
-        self._queue = WaitingQueue()
+        self._queue = WaitingQueue(settings.ageing_s)
         self._running: dict[RequestId, Running] = {}
         self._ledger: Ledger | None = None
         self._rate = ServiceRate(settings.service_window_s)
@@ -267,17 +267,17 @@ class Scheduler:
         return 0 if self._ledger is None else min(self.settings.seats_max, self._ledger.limits.seats)
 
     def _handicap_s(self, waiting: Waiting) -> float:
-        work = 0.0
-        if self.settings.order == "sjf":
-            cached = 0
-            if self._ledger is not None:
-                cached = len(self._ledger.cached_run(waiting, self._now)) * self._ledger.limits.page_tokens
-            answer = self.settings.answer_tokens_default if waiting.tokens_max is None else waiting.tokens_max
-            work = predicted_work(waiting.tokens - cached, answer, self.settings.prefill_weight)
-        return handicap_s(self.settings, waiting.priority, work)
+        if self.settings.order == "fcfs":
+            return 0.0
+        cached = 0
+        if self._ledger is not None:
+            cached = len(self._ledger.cached_run(waiting, self._now)) * self._ledger.limits.page_tokens
+        answer = self.settings.answer_tokens_default if waiting.tokens_max is None else waiting.tokens_max
+        work = predicted_work(waiting.tokens - cached, answer, self.settings.prefill_weight)
+        return handicap_s(work, self.settings.sjf_half_work, self.settings.ageing_s)
 
     def _admit_all(self, ledger: Ledger, now: float) -> None:
-        while len(self._running) < self._seats() and (head := self._queue.head()) is not None:
+        while len(self._running) < self._seats() and (head := self._queue.head(now)) is not None:
             available = ledger.available(len(self._running))
             if ledger.charge_least(head) <= available:
                 run = ledger.cached_run(head, now)

@@ -14,8 +14,8 @@ class SchedulerSettings:
 
     * ``queue_max``, ``queue_bytes_max``: newcomers beyond these are refused at once; ``wait_s_max`` bounds every wait,
       also where the request's own deadline is later.
-    * ``ageing_s``: what one priority class is worth in seconds of waiting, and the most that ``sjf`` lets a short
-      request gain on a long one.
+    * ``ageing_s``: the wait that makes up for one priority class (0: classes do not count), and the most that ``sjf``
+      lets a short request gain on a long one. ``sjf_half_work`` is the work that costs half of it.
     * ``answer_tokens_default``: the answer to reserve for a request that set no limit.
     * ``watermark``: fraction of the pages that admission leaves free for growth.
     * ``prefill_weight``: work of one uncached prompt token, with an answer token as 1 (prefill is batched, decode not).

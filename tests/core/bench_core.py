@@ -4,7 +4,7 @@ A *realistic step*: 10,000 requests wait and 256 run; four running ones produce 
 submitted, and the freed seat is given away, so the state is the same before every step. *Blocked head*: seats are
 free, but the head lacks pages, so every step also looks for requests that may pass it.
 
-The budget (median step <= 200 us; a token at 262,144 tokens at most 3 x one at 1,024) is checked: exit code 1 if missed.
+The budget (median step <= 200 us; a token at 262,144 tokens at most 3 x one at 1,024) is checked: exit code 1.
 """
 
 from __future__ import annotations

@@ -1,0 +1,144 @@
+"""Who goes first: classes, ageing, shortest job first, fairness between clients. Bounds in time, on a one-seat lane
+whose every service takes one second unless said otherwise."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvstream.core import messages as m
+from kvstream.core.policy import handicap_s, predicted_work
+from tests.play import Play, ended, submit
+
+
+def serve(play: Play, arrivals: Callable[[int], Iterable[m.Submitted]], seconds: int) -> dict[int, int]:
+    """One service a second; returns when each request was admitted."""
+    admitted: dict[int, int] = {}
+    for now in range(seconds):
+        events: list[m.Event] = [ended(rid) for rid in play.running]
+        actions = play.at(float(now)).step(*events, *arrivals(now), expect=None)
+        admitted |= {action.rid: now for action in actions if isinstance(action, m.Admit)}
+    return admitted
+
+
+def test_the_order_of_arrival_is_kept() -> None:
+    play = Play(seats=1)
+    admitted = serve(play, lambda now: [submit(i, 16) for i in range(20)] if now == 0 else [], 20)
+    assert list(admitted) == list(range(20))
+
+
+def test_one_high_passes_a_hundred_low() -> None:
+    """Case 37."""
+    play = Play(seats=1)
+    play.step(submit(0, 16), expect=["admit 0"])
+    play.at(1).step(*(submit(i, 16, priority="low") for i in range(1, 101)))
+    play.at(2).step(submit(101, 16, priority="high"), submit(102, 16, priority="normal"))
+    play.step(ended(0), expect=["admit 101"])
+    play.step(ended(101), expect=["admit 102"])
+    play.step(ended(102), expect=["admit 1"])
+
+
+def test_a_low_one_under_endless_high_is_served_in_time() -> None:
+    play = Play(seats=1, ageing_s=30, wait_s_max=120)
+
+    def arrivals(now: int) -> list[m.Submitted]:
+        first = [submit(1, 16, priority="low"), submit(2, 16, priority="normal")] if now == 0 else []
+        return [*first, *(submit(1000 * k + now, 16, priority="high") for k in range(1, 6))]
+
+    admitted = serve(play, arrivals, 120)
+    assert 30 <= admitted[2] <= 31
+    assert 60 <= admitted[1] <= 61
+
+
+def test_short_jobs_first_but_a_long_one_is_served_in_time() -> None:
+    play = Play(seats=1, order="sjf", ageing_s=30, pages=1000)
+
+    def arrivals(now: int) -> list[m.Submitted]:
+        first = [submit(1, 8000, 4000)] if now == 1 else []
+        return [*first, submit(1000 + now, 16, 8), submit(5000 + now, 16, 8)]
+
+    admitted = serve(play, arrivals, 120)
+    assert 20 < admitted[1] <= 62
+
+
+def test_sjf_sorts_by_predicted_work() -> None:
+    play = Play(seats=1, order="sjf", pages=1000)
+    play.step(submit(0, 16), expect=["admit 0"])
+    play.step(submit(1, 16, 500), submit(2, 5000, 100), submit(3, 16, 100), submit(4, 16, None))
+    for last, best in ((0, 4), (4, 3), (3, 1), (1, 2)):
+        play.step(ended(last), expect=[f"admit {best}"])
+
+
+def test_sjf_knows_what_is_cached() -> None:
+    play = Play(seats=1, order="sjf", pages=1000)
+    play.step(submit(0, 4000, 16, prompt="a"), expect=["admit 0"])
+    play.step(ended(0), submit(1, 16), expect=["admit 1"])
+    play.step(submit(2, 1000, 16), submit(3, 4001, 16, prompt="a"))
+    play.step(ended(1), expect=["admit 3 cached=4000"])
+
+
+def test_a_flooding_client_does_not_hold_up_a_polite_one() -> None:
+    """Case 37: at most two service times, however large the flood and however old."""
+    play = Play(seats=1)
+
+    def arrivals(now: int) -> list[m.Submitted]:
+        flood = [submit(i, 16, client="flood") for i in range(1000)] if now == 0 else []
+        return flood + ([submit(5000 + now, 16, client="polite")] if now % 5 == 1 else [])
+
+    admitted = serve(play, arrivals, 60)
+    waits = [when - (rid - 5000) for rid, when in admitted.items() if rid >= 5000]
+    assert len(waits) == 12
+    assert max(waits) <= 2
+    assert [rid for rid in admitted if rid < 1000] == list(range(60 - 12))
+
+
+def test_two_floods_share_evenly() -> None:
+    play = Play(seats=1)
+    floods = [submit(i, 16, client="ab"[i >= 100]) for i in range(200)]
+    admitted = serve(play, lambda now: floods if now == 0 else [], 40)
+    assert abs(sum(rid < 100 for rid in admitted) - 20) <= 1
+
+
+def test_a_flood_of_low_ones_is_not_passed_by_endless_new_clients_for_ever() -> None:
+    play = Play(seats=1, ageing_s=10)
+
+    def arrivals(now: int) -> list[m.Submitted]:
+        flood = [submit(i, 16, client="flood", priority="low") for i in range(3)] if now == 0 else []
+        return [*flood, submit(1000 + now, 16, client=f"new-{now}", priority="high")]
+
+    admitted = serve(play, arrivals, 90)
+    assert admitted[0] <= 21
+    assert admitted[1] - admitted[0] <= 21
+    assert admitted[2] - admitted[1] <= 21
+
+
+def test_positions_are_the_order_of_service() -> None:
+    play = Play(seats=1)
+    play.step(submit(0, 16, client="a"), expect=["admit 0"])
+    play.at(1).step(*(submit(i, 16, client="abc"[i % 3], priority=["low", "normal"][i % 2]) for i in range(1, 13)))
+    foreseen = play.waiting
+    served = []
+    while play.running:
+        play.now += 0.001
+        play.step(*(ended(rid) for rid in play.running), expect=None)
+        served += play.running
+    assert served == foreseen
+
+
+def test_recounting_keeps_the_place_in_the_queue() -> None:
+    play = Play(seats=1)
+    play.step(submit(0, 16), submit(1, 16), submit(2, 16), expect=["admit 0"])
+    play.at(1).step(m.Recounted(play.see().waiting[0].rid, (), 40))
+    assert play.waiting == [1, 2]
+
+
+@given(st.floats(0, 1e9), st.floats(0, 1e9))
+def test_more_work_waits_longer_but_never_longer_than_ageing(a: float, b: float) -> None:
+    short, long = sorted((a, b))
+    assert 0 <= handicap_s(short, 1024, 30) <= handicap_s(long, 1024, 30) <= 30
+
+
+def test_predicted_work_counts_prefill_less() -> None:
+    assert predicted_work(1000, 100, 0.1) == 200
