@@ -3,7 +3,8 @@
 Theory of operation. An event ends at the first empty line. A line ends with LF, CRLF or a lone CR, and a stream may mix
 them. Bytes of the event that is still open wait in ``_held``; ``_scan`` is how far they are known to hold no end, so
 that a big event that arrives in small reads is searched once, not once per read. While no CR was ever seen (all known
-runtimes) an end is simply two LF and ``bytes.find`` does the work; after the first CR a pattern takes over for good.
+runtimes) an end is simply two LF and one ``find`` does the work; after the first CR a walk over the lines takes over
+for good.
 
 A CR that is the very last byte we have may be half of a CRLF, so an event that ends there is held until the next byte,
 or ``finish``. That keeps the result independent of how the bytes were cut.
@@ -20,7 +21,6 @@ from attrs import field, frozen
 EVENT_BYTES_MAX = 8 * 1024 * 1024
 """Default cap of one event. The largest known real ones (tool arguments, images in an answer) have a few megabytes."""
 
-_TWO_LINE_ENDS = re.compile(rb"(?:\r\n|\r(?!\n)|\n){2}")
 _LINE_END = re.compile(rb"\r\n|\r|\n")
 _BOM = b"\xef\xbb\xbf"
 _CR, _LF = 13, 10
@@ -106,15 +106,16 @@ class SseSplitter:
             if window.find(b"\r", scan, end if end >= 0 else len(window)) < 0:
                 return end + 2 if end >= 0 else -1
             self._seen_cr = True
-        found = _TWO_LINE_ENDS.search(window, scan)
-        if found is None or (found.end() == len(window) and window[-1] == _CR):
-            return -1
-        return found.end()
+        return _end_by_lines(window, scan)
 
     def _parse(self, raw: bytes) -> SseFrame:
         first, self._seen_frame = not self._seen_frame, True
-        if raw.startswith(b"data:") and raw.find(b"\n") == len(raw) - 2 and not self._seen_cr:
-            return SseFrame(raw, b"", raw[6:-2] if raw[5] == 32 else raw[5:-2])
+        if raw.startswith(b"data:"):  # nearly every event is one such line
+            lf, size = raw.find(b"\n"), len(raw)
+            if lf == size - 2 and not self._seen_cr:
+                return SseFrame(raw, b"", raw[6:-2] if raw[5] == 32 else raw[5:-2])
+            if lf == size - 3 and raw.find(b"\r") == size - 4 and raw.endswith(b"\r\n\r\n"):
+                return SseFrame(raw, b"", raw[6:-4] if raw[5] == 32 else raw[5:-4])
         text = raw[len(_BOM) :] if first and raw.startswith(_BOM) else raw
         event = b""
         data: list[bytes] = []
@@ -127,3 +128,25 @@ class SseSplitter:
             elif name == b"event":
                 event, has_event = value, True
         return SseFrame(raw, event, b"\n".join(data) if data else None, not data and not has_event)
+
+
+def _end_by_lines(window: bytes | bytearray, position: int) -> int:
+    """Where the first two line ends in a row from ``position`` on end, or -1; any kind of line end, in any mixture."""
+    size = len(window)
+    cr = window.find(b"\r", position)
+    while True:
+        if 0 <= cr < position:
+            cr = window.find(b"\r", position)
+        lf = window.find(b"\n", position, cr if cr >= 0 else size)
+        if lf >= 0:
+            position = lf + 1
+        elif cr >= 0:
+            position = cr + 2 if window[cr + 1 : cr + 2] == b"\n" else cr + 1
+        else:
+            return -1
+        following = window[position : position + 2]
+        if following.startswith(b"\n"):
+            return position + 1
+        if following.startswith(b"\r"):
+            # A CR at the very end may be half of a CRLF: wait for the next byte.
+            return -1 if len(following) == 1 else position + 1 + (following == b"\r\n")

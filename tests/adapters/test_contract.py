@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import json
 from typing import Any
 
 import pytest
@@ -49,7 +51,7 @@ def test_any_split(case: Transcript) -> None:
     @given(st.lists(st.integers(0, len(case.response)), max_size=20))
     def split(cuts: list[int]) -> None:
         edges = [0, *sorted(cuts), len(case.response)]
-        assert case.decode(case.response[a:b] for a, b in zip(edges, edges[1:], strict=False)) == whole
+        assert case.decode(case.response[a:b] for a, b in itertools.pairwise(edges)) == whole
 
     split()
 
@@ -73,9 +75,10 @@ def test_what_is_forwarded_is_what_came_less_pings_and_hidden_frames(case: Trans
 @pytest.mark.parametrize("case", SSE, ids=name_of)
 def test_trailing_junk_changes_nothing_after_the_end(case: Transcript) -> None:
     events = case.decode([case.response])
-    if case.response.endswith(b"\n\n") and any(isinstance(e, (Done, Failed)) and e.raw for e in events[-1:]):
-        if not events[-1].synthesised if isinstance(events[-1], Done) else True:
-            assert case.decode([case.response + b'data: {"choices":[]}\n\ngarbage']) == events
+    last = events[-1]
+    ended = isinstance(last, (Done, Failed)) and last.raw and not (isinstance(last, Done) and last.synthesised)
+    if ended and case.response.endswith(b"\n\n"):
+        assert case.decode([case.response + b'data: {"choices":[]}\n\ngarbage']) == events
 
 
 @given(st.lists(st.binary(max_size=60), max_size=10))
@@ -91,39 +94,29 @@ def test_no_bytes_make_a_decoder_raise_and_it_always_ends(pieces: list[bytes]) -
             assert decoder.feed(b"data: [DONE]\n\n") == [] and decoder.finish() == []
 
 
+KEYS = [
+    "choices",
+    "delta",
+    "message",
+    "text",
+    "index",
+    "usage",
+    "prompt_tokens",
+    "timings",
+    "prompt_n",
+    "cache_n",
+    "error",
+    "content",
+    "tool_calls",
+    "finish_reason",
+    "logprobs",
+    "function",
+    "prompt_progress",
+    "total",
+]
 JSON = st.recursive(
     st.none() | st.booleans() | st.integers(-5, 5) | st.text(max_size=4),
-    lambda inner: (
-        st.lists(inner, max_size=3)
-        | st.dictionaries(
-            st.sampled_from(
-                [
-                    "choices",
-                    "delta",
-                    "message",
-                    "text",
-                    "index",
-                    "usage",
-                    "prompt_tokens",
-                    "timings",
-                    "prompt_n",
-                    "cache_n",
-                ]
-                + [
-                    "error",
-                    "content",
-                    "tool_calls",
-                    "finish_reason",
-                    "logprobs",
-                    "function",
-                    "prompt_progress",
-                    "total",
-                ]
-            ),
-            inner,
-            max_size=4,
-        )
-    ),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.sampled_from(KEYS), inner, max_size=4),
     max_leaves=12,
 )
 
@@ -131,8 +124,6 @@ JSON = st.recursive(
 @given(st.lists(JSON, max_size=4))
 @settings(max_examples=300, deadline=None)
 def test_no_json_makes_decoder_or_assembler_raise(objects: list[Any]) -> None:
-    import json
-
     body = b"".join(b"data: " + json.dumps(value).encode() + b"\n\n" for value in objects)
     for kind in ADAPTERS.values():
         for content_type, text in (("", body), ("application/json", json.dumps(objects[0] if objects else 0).encode())):
@@ -148,8 +139,6 @@ def test_no_json_makes_decoder_or_assembler_raise(objects: list[Any]) -> None:
 @given(st.integers(100, 600), JSON, st.binary(max_size=40))
 @settings(max_examples=200, deadline=None)
 def test_no_reply_makes_an_adapter_raise(status: int, data: Any, junk: bytes) -> None:
-    import json
-
     for body in (json.dumps(data).encode(), junk):
         reply = HttpReply(status, {}, body)
         for kind in ADAPTERS.values():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from itertools import pairwise
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -56,7 +57,7 @@ def streams(draw: st.DrawFn) -> bytes:
 def test_case_18_any_cut_gives_the_same_frames_and_loses_no_byte(body: bytes, cuts: list[int]) -> None:
     whole = split([body])
     edges = [0, *sorted(min(cut, len(body)) for cut in cuts), len(body)]
-    assert split([body[a:b] for a, b in zip(edges, edges[1:], strict=False)]) == whole
+    assert split([body[a:b] for a, b in pairwise(edges)]) == whole
     assert split([bytes([byte]) for byte in body]) == whole
     frames, rest, _ = whole
     assert b"".join(frame.raw for frame in frames) + (rest.raw if rest else b"") == body
