@@ -159,7 +159,7 @@ REQUEST = st.tuples(st.integers(0, 8), st.integers(1, 150), st.integers(1, 60))
 
 
 @given(
-    st.lists(REQUEST, min_size=4, max_size=25),
+    st.lists(REQUEST, min_size=4, max_size=20),
     st.integers(12, 40),
     st.integers(2, 6),
     st.sampled_from([0.0, 0.1]),
