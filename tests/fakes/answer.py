@@ -57,8 +57,8 @@ async def _note_release(rt: FakeRuntime, entry: Entry, jobs: list[Job]) -> None:
     for job in jobs:
         await job.released.wait()
         slot = job.slot
-        while slot is not None and slot.job is None and slot.busy_until is not None:
-            await trio.sleep(max(0.0, slot.busy_until - trio.current_time()))
+        if slot is not None and slot.job is None and slot.busy_until is not None:
+            await trio.sleep_until(slot.busy_until)
     entry.released_at = trio.current_time()
     rt.journal.touch()
 

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import importlib.util
+import json
 import socket
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import Any
@@ -29,7 +31,8 @@ def watch():
     os._exit(0)
 
 p, keys = xllamacpp.CommonParams(), json.loads(sys.argv[1])
-p.hostnames, p.cpuparams.n_threads, p.cpuparams_batch.n_threads = ["127.0.0.1"], 2, 2
+threads = keys.pop("threads")
+p.hostnames, p.cpuparams.n_threads, p.cpuparams_batch.n_threads = ["127.0.0.1"], threads, threads
 model = keys.pop("model", None)
 for key, value in keys.items():
     setattr(p, key, value)
@@ -109,7 +112,8 @@ def _free_port() -> int:
 def _params(port: int, slots_dir: Path, params: dict[str, Any]) -> dict[str, Any]:
     defaults = {
         "port": port, "n_ctx": 2048, "n_parallel": 4, "kv_unified": False, "cache_ram_mib": 0, "n_batch": 512,
-        "endpoint_slots": True, "endpoint_metrics": True, "slot_save_path": f"{slots_dir}/",
+        "threads": 1, "warmup": False, "endpoint_slots": True, "endpoint_metrics": True,
+        "slot_save_path": f"{slots_dir}/",
     }  # fmt: skip
     return {**defaults, **params}
 
@@ -120,10 +124,9 @@ def start_real(**params: Any) -> Iterator[RealLlama]:
 
     ``params`` are fields of ``xllamacpp.CommonParams``: ``n_parallel``, ``n_ctx`` (the whole pool), ``kv_unified``,
     ``cache_ram_mib``, ``n_batch``, ``slot_save_path``, ``endpoint_slots``, ...; ``model`` is the path of a GGUF file.
+    ``threads`` is 1 by default: llama.cpp's threads spin while they wait for each other, so on a machine that is busy
+    with other tests two are four times slower than one (measured).
     """
-    import json
-    import time
-
     with tempfile.TemporaryDirectory(prefix="kvstream-llama-") as folder:
         slots_dir, log, port = Path(folder) / "slots", Path(folder) / "log", _free_port()
         slots_dir.mkdir()
