@@ -18,7 +18,7 @@ WORDS_TEXT = (  # as one text: thirty quoted words are hard to read
     "amber birch cedar delta ember fjord grove haven inlet jetty knoll lemon maple north ocean prism quartz river "
     "stone tidal umber vivid willow xenon yield zephyr über naïve 雨 🦊"
 )
-WORDS = re.findall(r"\S+", WORDS_TEXT)
+WORDS: list[str] = re.findall(r"\S+", WORDS_TEXT)
 
 
 def piece_id(piece: str) -> int:
