@@ -138,7 +138,7 @@ def seconds_until(condition: Callable[[], bool], limit_s: float) -> float:
 
 @real
 async def test_loads_and_serves_as_recommended(model: Path, tmp_path: Path, no_binary: None) -> None:
-    spec = EmbeddedSpec(model, slots=2, context_tokens=512, threads=2, state_dir=tmp_path / "state")
+    spec = EmbeddedSpec(model, slots=2, context_tokens=512, threads=1, state_dir=tmp_path / "state")
     async with running(spec) as it:
         snapshot = it.server.snapshot()
         assert (snapshot.state, snapshot.kind) == ("up", "xllamacpp")
@@ -175,7 +175,7 @@ async def test_loads_and_serves_as_recommended(model: Path, tmp_path: Path, no_b
 @real
 @posix
 async def test_killed_child_is_restarted_on_its_port(model: Path, tmp_path: Path, no_binary: None) -> None:
-    spec = EmbeddedSpec(model, slots=1, context_tokens=256, state_dir=tmp_path)
+    spec = EmbeddedSpec(model, slots=1, context_tokens=256, threads=1, state_dir=tmp_path)
     async with running(spec) as it:
         pid, port = it.server.snapshot().pid, it.server.snapshot().port
         # An open connection leaves the port in a state in which a careless bind fails.
@@ -199,7 +199,7 @@ async def test_killed_child_is_restarted_on_its_port(model: Path, tmp_path: Path
 @pytest.mark.parametrize("ending", ["sigterm", "end of stdin"])
 def test_real_child_alone_leaves_fast(model: Path, tmp_path: Path, ending: str) -> None:
     port = embedded_find.free_port()
-    spec = EmbeddedSpec(model, slots=1, context_tokens=256)
+    spec = EmbeddedSpec(model, slots=1, context_tokens=256, threads=1)
     flags = embedded_find.server_flags(spec, port=port, slot_dir=tmp_path)
     server = FoundServer("xllamacpp")
     argv = embedded_find.child_argv(server, flags, parent=os.getpid())
@@ -224,7 +224,8 @@ from kvstream.gateway.embedded import EmbeddedServer, EmbeddedSpec
 def tell(event):
     if type(event).__name__ == sys.argv[3]:
         print(server.snapshot().pid, flush=True)
-server = EmbeddedServer(EmbeddedSpec(sys.argv[1], slots=1, context_tokens=256, state_dir=sys.argv[2]), on_event=tell)
+spec = EmbeddedSpec(sys.argv[1], slots=1, context_tokens=256, threads=1, state_dir=sys.argv[2])
+server = EmbeddedServer(spec, on_event=tell)
 trio.run(server.run)
 """
 
