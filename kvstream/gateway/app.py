@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ipaddress
 import json
+import logging
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -27,12 +28,14 @@ from ..errors import (
     ModelNotFoundError,
     RouteNotFoundError,
 )
-from .asgi import Receive, Scope, Send, retry_header, send_error
+from .asgi import Message, Receive, Scope, Send, retry_header, send_error
 from .engine import Engine
 from .failures import error_of
 from .metrics import CONTENT_TYPE, Metrics
 from .proxy import Proxy
 from .status import status_json
+
+log = logging.getLogger("kvstream.app")
 
 MODELS_TIMEOUT_S = 5.0
 
@@ -60,8 +63,14 @@ class App:
         if scope["type"] != "http":
             return
         self.active += 1
+        answer = _Watched(send)
         try:
-            await self._dispatch(scope, receive, send)
+            await self._dispatch(scope, receive, answer)
+        except Exception:
+            # hypercorn would answer with an empty body and say nothing
+            log.exception("bug while serving %s", scope["path"][:200])
+            if not answer.started:
+                await send_error(send, KVStreamError("internal error in the gateway; its log has the details"))
         finally:
             self.active -= 1
             if not self.active:
@@ -96,6 +105,18 @@ class App:
         while self.active:
             self._idle = trio.Event()
             await self._idle.wait()
+
+
+class _Watched:
+    """``send``, and whether an answer has begun."""
+
+    def __init__(self, send: Send) -> None:
+        self._send = send
+        self.started = False
+
+    async def __call__(self, message: Message) -> None:
+        self.started = True
+        await self._send(message)
 
 
 def host_name(host: str) -> str:

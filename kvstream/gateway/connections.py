@@ -9,10 +9,13 @@ hypercorn parses HTTP; this module decides what it is given to parse. Three thin
   for the answer, a closed browser tab sends the same FIN. The kernel knows once something is sent: a closed peer
   answers with RST. So after a FIN an interim ``102 Processing`` is sent (a client must skip 1xx), if no answer is under
   way already, and the connection counts as gone when the kernel says so, at loopback speed.
+* A watch for clients that leave while nobody reads. hypercorn stops reading at bytes that follow a request (a stray
+  line end, a pipelined request) until that request is answered, and so would not see the FIN behind them.
 """
 
 from __future__ import annotations
 
+import logging
 import socket
 import sys
 
@@ -26,10 +29,13 @@ from hypercorn.typing import ASGIFramework, ConnectionState, LifespanState
 from ..errors import PortInUseError
 from .metrics import Metrics
 
+log = logging.getLogger("kvstream.connections")
+
 PROBE = b"HTTP/1.1 102 Processing\r\n\r\n"
 GONE_POLL_S = 0.05
+UNREAD_POLL_S = 0.2
 BACKLOG = 512
-_TCP_CLOSE = 7
+_TCP_CLOSE, _TCP_CLOSE_WAIT = 7, 8
 
 FULL = (b"HTTP/1.1 503 Service Unavailable\r\ncontent-type: application/json\r\nretry-after: 2\r\nconnection: close\r\n"
         b"content-length: %d\r\n\r\n%s")
@@ -47,6 +53,9 @@ class ClientStream(trio.abc.HalfCloseableStream):
         self._tolerate = tolerate_half_close and sys.platform == "linux"
         self._answering = False  # bytes of an answer went out since the last request bytes came in
         self._sending = False
+        self._reading = False
+        self._probed = False
+        self._handed = trio.Event()  # bytes were handed out since :meth:`watch` last looked
 
     async def send_all(self, data: bytes | bytearray | memoryview) -> None:
         self._answering = self._sending = True
@@ -63,26 +72,60 @@ class ClientStream(trio.abc.HalfCloseableStream):
         await self._inner.wait_send_all_might_not_block()
 
     async def receive_some(self, max_bytes: int | None = None) -> bytes | bytearray:
-        data = await self._inner.receive_some(max_bytes)
-        if data:
-            self._answering = False
-        elif self._tolerate:
-            await self._wait_gone()
-        return data
+        self._reading = True
+        try:
+            data = await self._inner.receive_some(max_bytes)
+            if data:
+                self._answering = False
+                self._handed.set()
+            elif self._tolerate:
+                await self._wait_gone()
+            return data
+        finally:
+            self._reading = False
+
+    async def watch(self) -> None:
+        """Returns when the peer left while nobody reads. Sleeps without polling as long as somebody does."""
+        if sys.platform != "linux":
+            await trio.sleep_forever()
+        while True:
+            await self._handed.wait()
+            await trio.sleep(UNREAD_POLL_S)
+            if self._reading:
+                self._handed = trio.Event()
+            elif await self._left_unread():
+                return
+
+    async def _left_unread(self) -> bool:
+        if self.socket.fileno() < 0:
+            return False  # closed by ourselves
+        state = self._state()
+        if state == _TCP_CLOSE_WAIT and self._tolerate:
+            return not await self._probe()
+        return state in (_TCP_CLOSE, _TCP_CLOSE_WAIT)
 
     async def _wait_gone(self) -> None:
         """The peer shut down its sending side. Returns when it is known not to read either."""
-        if not self._answering and not self._sending:
+        if not await self._probe():
+            return
+        while self.socket.fileno() >= 0:
+            if self._state() == _TCP_CLOSE:
+                return
+            await trio.sleep(GONE_POLL_S)
+
+    async def _probe(self) -> bool:
+        """Make a peer that does not read any more say so. False when it is known already."""
+        if not (self._answering or self._sending or self._probed):
+            self._probed = True
             try:
                 await self.socket.send(PROBE)
             except OSError:
-                return
-        while self.socket.fileno() >= 0:
-            # The first byte of struct tcp_info is the state; CLOSE after the peer answered a send with RST.
-            state = self.socket.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 1)[0]
-            if state == _TCP_CLOSE:
-                return
-            await trio.sleep(GONE_POLL_S)
+                return False
+        return True
+
+    def _state(self) -> int:
+        """The first byte of struct tcp_info; CLOSE once the peer answered a send with RST."""
+        return self.socket.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 1)[0]
 
     async def send_eof(self) -> None:
         await self._inner.send_eof()
@@ -148,10 +191,20 @@ class Server:
         stream = ClientStream(inner, stall_s=self._stall_s, tolerate_half_close=self._tolerate)
         state = ConnectionState(LifespanState())
         try:
-            await TCPServer(self._app, self._config, self._context, state, stream)  # type: ignore[arg-type]
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(_cancel_when_gone, stream, nursery.cancel_scope)
+                await TCPServer(self._app, self._config, self._context, state, stream)  # type: ignore[arg-type]
+                nursery.cancel_scope.cancel()
+        except Exception:
+            log.exception("bug while serving a connection; it was closed")  # one client's bytes must not end all others
         finally:
             self._open -= 1
             self._metrics.open_connections.dec()
+
+
+async def _cancel_when_gone(stream: ClientStream, scope: trio.CancelScope) -> None:
+    await stream.watch()
+    scope.cancel()
 
 
 def open_sockets(host: str, port: int) -> list[socket.socket]:
