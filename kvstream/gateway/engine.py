@@ -41,7 +41,7 @@ from ..core.messages import (
 )
 from ..core.scheduler import Scheduler, SchedulerSettings
 from ..core.tokens import TokenEstimator
-from ..core.types import CountSource, EndReason, Priority, RequestId
+from ..core.types import CountSource, EndReason, PoolMode, Priority, RequestId
 from ..errors import BackendLoadingError, BackendUnavailableError, KVStreamError, PoolExhaustedError, ShuttingDownError
 from .buffer import EventBuffer
 from .count import MESSAGE_TOKENS, PromptCount, count_exact, keys_of_ids, keys_of_text
@@ -161,7 +161,8 @@ class Engine:
         pump = Pump(stream, self.adapter, self.upstream, self.settings.times, hooks,
                     page_tokens=self.settings.query.page_tokens,
                     include_usage=self.settings.include_usage and not self._usage_refused,
-                    passthrough=self.settings.passthrough)
+                    passthrough=self.settings.passthrough,
+                    watched=stream.tokens_max is None and self._pool_can_overflow)
         error: KVStreamError | None = ShuttingDownError("the gateway was stopped", retry_after_s=5)
         try:
             with stream.scope:
@@ -178,6 +179,11 @@ class Engine:
                 raise bug
         finally:
             self._settle(stream, error)
+
+    @property
+    def _pool_can_overflow(self) -> bool:
+        capacity = self.watcher.backend.capacity
+        return capacity is not None and capacity.limits.mode is PoolMode.UNIFIED
 
     # --- what pumps report --------------------------------------------------------------------------------------------
 
@@ -326,7 +332,7 @@ class Engine:
     def slot_view(self) -> SlotView:
         """See :class:`health.SlotView`."""
         return SlotView(
-            frozenset(rid for rid, s in self._live.items() if s.answered and not s.completed),
+            frozenset(rid for rid, s in self._live.items() if s.answered and not s.completed and not s.blocked),
             tuple((rid, answered, since) for rid, (answered, since) in self._draining.items()))
 
     def seat_idle(self, rid: RequestId, *, capped: bool) -> None:

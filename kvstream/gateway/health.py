@@ -49,7 +49,8 @@ class BackendState:
 
 @frozen
 class SlotView:
-    """Who may be at work in the runtime: ids of streams whose headers came, and of ended ones still draining."""
+    """Who is at work in the runtime: streams whose headers came and whose end would be seen at once (not those whose
+    pump waits for a slow reader: their slot may have been idle for long), and ended ones still draining."""
 
     started: frozenset[RequestId]
     draining: tuple[tuple[RequestId, bool, float], ...]  # (rid, headers had come, since)

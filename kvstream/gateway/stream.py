@@ -89,6 +89,7 @@ class Stream:
     # -- filled by the pump
     sent: bool = False  # the call went out: the runtime may be working on it
     answered: bool = False  # headers came: a slot has it
+    blocked: bool = False  # the pump waits for the reader, and does not see what the runtime does meanwhile
     first_token: float | None = None
     last_token: float | None = None
     tokens: int = 0  # answer pieces seen
@@ -145,7 +146,9 @@ class Pump:
     """Performs one granted request."""
 
     def __init__(self, stream: Stream, adapter: Adapter, upstream: Upstream, times: StreamTimes, hooks: PumpHooks, *,
-                 page_tokens: int, include_usage: bool, passthrough: bool) -> None:
+                 page_tokens: int, include_usage: bool, passthrough: bool, watched: bool) -> None:
+        """``watched``: the answer has no limit and grows in a pool that must not overflow. Every token is reported at
+        once then, and a reader that falls a whole buffer behind is not waited for."""
         self._stream = stream
         self._adapter = adapter
         self._upstream = upstream
@@ -153,7 +156,8 @@ class Pump:
         self._hooks = hooks
         self._include_usage = include_usage
         self._passthrough = passthrough and not stream.request.stream
-        self._page_tokens = page_tokens
+        self._watched = watched
+        self._page_tokens = 1 if watched else page_tokens
         self._unposted = 0
 
     async def run(self) -> None:
@@ -310,9 +314,15 @@ class Pump:
     async def _put(self, events: Sequence[UpstreamEvent], size: int, gap: trio.CancelScope) -> None:
         if self._stream.buffer.try_put(events, size):
             return
+        if self._watched:
+            raise ReaderStalledError(
+                "the client reads slower than the runtime answers; in a unified KV pool that is only possible with a "
+                "limit: set max_tokens")
         gap.deadline = _deadline(0)  # the wait is the reader's fault, not the runtime's
+        self._stream.blocked = True
         with trio.move_on_after(self._times.stall_s or float("inf")):
             await self._stream.buffer.put(events, size)
+            self._stream.blocked = False
             self._restart(gap)
             return
         raise ReaderStalledError(
