@@ -200,6 +200,16 @@ def health(url: str) -> None:
     click.echo(statusview.health_line(url))
 
 
+@main.command("_llama-child", hidden=True, context_settings={"ignore_unknown_options": True, "help_option_names": []})
+@click.argument("argv", nargs=-1, type=click.UNPROCESSED)
+@click.pass_context
+def llama_child(ctx: click.Context, argv: tuple[str, ...]) -> None:
+    """How a frozen executable starts its llama.cpp child: as itself, since it has no other Python."""
+    from .gateway.embedded_child import main as child
+
+    ctx.exit(child(list(argv)))
+
+
 @main.command("check-config")
 @click.option("--json", "as_json", is_flag=True, help="For programs.")
 @click.option("--template", is_flag=True, help="Print a commented kvstream.toml with every default instead.")

@@ -8,6 +8,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterable, Mapping
+from types import MappingProxyType
 from typing import Any
 
 from attrs import frozen
@@ -23,7 +24,7 @@ COMPLETIONS = "/v1/completions"
 FORWARDED_HEADERS = frozenset({"accept-language", "user-agent", "x-request-id"})
 PRIORITY_HEADER = "x-kvstream-priority"
 
-_PRIORITIES: Mapping[str, Priority] = {p.name.lower(): p for p in Priority}
+_PRIORITIES: Mapping[str, Priority] = MappingProxyType({p.name.lower(): p for p in Priority})
 
 
 @frozen
@@ -129,7 +130,7 @@ def _optional(view: Mapping[str, Any], name: str, kind: type, default: Any) -> A
     return value
 
 
-_NAMES: Mapping[type, str] = {bool: "true or false", int: "an integer", str: "a string"}
+_NAMES: Mapping[type, str] = MappingProxyType({bool: "true or false", int: "an integer", str: "a string"})
 
 
 def _check_content(route: str, view: Mapping[str, Any]) -> None:

@@ -33,7 +33,7 @@ from ..core.scheduler import SchedulerSettings
 from ..errors import ConfigError, ShuttingDownError
 from .app import App, AppSettings, accepted_hosts
 from .connections import Server, open_sockets
-from .embedded import EmbeddedEvent, EmbeddedServer, EmbeddedSpec, describe_event
+from .embedded import Died, EmbeddedEvent, EmbeddedServer, EmbeddedSpec, Restarting, describe_event
 from .engine import Engine, EngineSettings
 from .logs import set_up_logging
 from .metrics import Metrics
@@ -227,7 +227,8 @@ def _extra_status(config: Config, embedded: EmbeddedServer | None) -> Mapping[st
 
 
 def _log_embedded(event: EmbeddedEvent) -> None:
-    log.info("llama.cpp: %s", describe_event(event))
+    level = logging.WARNING if isinstance(event, Died | Restarting) else logging.INFO
+    log.log(level, "llama.cpp: %s", describe_event(event))
 
 
 # --- the process ------------------------------------------------------------------------------------------------------
