@@ -70,6 +70,7 @@ class _Choice:
     _calls: dict[int, dict[str, Any]] = field(factory=dict)
     _text: _Text | None = None
     _logprobs: dict[str, Any] | None = None
+    _has_logprobs: bool = False  # even if only as null, which then is the answer's too
     _reason: str | None = None
     _rest: dict[str, Any] = field(factory=dict)
     _whole: bool = False  # it came as one `message`, which lacks no prefix
@@ -89,6 +90,7 @@ class _Choice:
             if self._logprobs is None:
                 self._logprobs = {}
             merge(self._logprobs, choice["logprobs"])
+        self._has_logprobs = self._has_logprobs or "logprobs" in choice
         if choice.get("finish_reason") is not None:
             self._reason = choice["finish_reason"]
         for key, value in choice.items():
@@ -117,7 +119,7 @@ class _Choice:
             done["text"] = "".join(self._text.pieces) if self._text else ""
         if self._logprobs is not None:
             done["logprobs"] = finished(self._logprobs)
-        elif not chat:
+        elif self._has_logprobs or not chat:
             done["logprobs"] = None
         return {**self._rest, **done}
 

@@ -38,7 +38,7 @@ _CLIENT_FAULT = re.compile(
     re.IGNORECASE,
 )
 _NO_ROUTE = re.compile(r"^Unexpected endpoint or method")  # LM Studio, with status 200
-_SOURCE_PLACE = re.compile(r"(?:[A-Za-z]:)?[\w./\\~-]*[/\\][\w.-]+\.(?:cpp|cc|cu|h|hpp|py|go|rs|cs)(?::\d+)*:?")
+_SOURCE_ENDING = re.compile(r"[/\\].*\.(?:cpp|cc|cu|h|hpp|py|go|rs|cs)(?::\d+)*[:;,)\]]*$")
 _UNPRINTABLE = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029\ufffd]+")
 
 _CONTEXT_TYPES = frozenset({"exceed_context_size_error", "context_length_exceeded"})
@@ -48,8 +48,8 @@ _BUSY_TYPES = frozenset({"unavailable_error", "overloaded_error", "rate_limit_er
 
 def sanitise(text: str) -> str:
     """A message fit for a client and a log line: one line, no control characters, no source places, bounded."""
-    text = _UNPRINTABLE.sub(" ", _SOURCE_PLACE.sub("", text[: 8 * MESSAGE_CHARS_MAX]))
-    text = " ".join(text.split())
+    words = _UNPRINTABLE.sub(" ", text[: 4 * MESSAGE_CHARS_MAX]).split()
+    text = " ".join(word for word in words if not _SOURCE_ENDING.search(word))
     return text if len(text) <= MESSAGE_CHARS_MAX else text[: MESSAGE_CHARS_MAX - 1] + "\u2026"
 
 

@@ -122,7 +122,7 @@ JSON = st.recursive(
 
 
 @given(st.lists(JSON, max_size=4))
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=150, deadline=None)
 def test_no_json_makes_decoder_or_assembler_raise(objects: list[Any]) -> None:
     body = b"".join(b"data: " + json.dumps(value).encode() + b"\n\n" for value in objects)
     for kind in ADAPTERS.values():
@@ -137,7 +137,7 @@ def test_no_json_makes_decoder_or_assembler_raise(objects: list[Any]) -> None:
 
 
 @given(st.integers(100, 600), JSON, st.binary(max_size=40))
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=120, deadline=None)
 def test_no_reply_makes_an_adapter_raise(status: int, data: Any, junk: bytes) -> None:
     for body in (json.dumps(data).encode(), junk):
         reply = HttpReply(status, {}, body)

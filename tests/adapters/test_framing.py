@@ -53,7 +53,7 @@ def streams(draw: st.DrawFn) -> bytes:
 
 
 @given(streams(), st.lists(st.integers(0, 200), max_size=12))
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=250, deadline=None)
 def test_case_18_any_cut_gives_the_same_frames_and_loses_no_byte(body: bytes, cuts: list[int]) -> None:
     whole = split([body])
     edges = [0, *sorted(min(cut, len(body)) for cut in cuts), len(body)]
@@ -78,7 +78,7 @@ def naive(body: bytes) -> list[bytes]:
 
 
 @given(streams())
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=250, deadline=None)
 def test_case_18_data_is_what_the_standard_says(body: bytes) -> None:
     frames, rest, _ = split([body])
     seen = [frame.data for frame in frames if frame.data is not None]
@@ -137,17 +137,17 @@ def test_case_18_memory_is_bounded_while_an_event_is_open() -> None:
 def test_case_18_a_two_megabyte_event_is_read_in_linear_time() -> None:
     body = b"data: " + b"y" * 2_000_000 + b"\n\n"
     for size, seconds in ((65536, 0.5), (16, 5.0)):
-        begun = time.perf_counter()
+        begun = time.process_time()
         frames, _, _ = split([body[at : at + size] for at in range(0, len(body), size)], 3_000_000)
-        assert len(frames) == 1 and time.perf_counter() - begun < seconds
+        assert len(frames) == 1 and time.process_time() - begun < seconds
 
 
 def test_a_crlf_stream_in_one_read_is_not_rescanned_for_every_event() -> None:
     def seconds(events: int) -> float:
         body = b"data: some text here\r\n\r\n" * events
-        begun = time.perf_counter()
-        assert len(split([body])[0]) == events
-        return time.perf_counter() - begun
+        begun = time.process_time()
+        assert len(split([body], 100)[0]) == events
+        return time.process_time() - begun
 
     seconds(100)
-    assert seconds(40_000) < 12 * max(seconds(8_000), 0.005)
+    assert seconds(20_000) < 50 * max(seconds(2_000), 0.002)  # were it quadratic: 100 times
