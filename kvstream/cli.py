@@ -10,6 +10,7 @@ Exit codes: 0 done; 2 the configuration or the command line is wrong; 3 the port
 from __future__ import annotations
 
 import os
+import sys
 import traceback
 from collections.abc import Callable
 from pathlib import Path
@@ -207,7 +208,7 @@ def llama_child(ctx: click.Context, argv: tuple[str, ...]) -> None:
     """How a frozen executable starts its llama.cpp child: as itself, since it has no other Python."""
     from .gateway.embedded_child import main as child
 
-    ctx.exit(child(list(argv)))
+    ctx.exit(child(sys.argv[2:]))  # not `argv`: click has taken the "--" out of it
 
 
 @main.command("check-config")
