@@ -127,9 +127,8 @@ class Ledger:
         return waiting.pages - (min(len(waiting.keys), self.tree.locked) if self.limits.shares_prefix else 0)
 
     def available(self, running: int) -> int:
-        """The largest charge that fits now, beside ``running`` requests. While anything is overdrawn nothing fits."""
-        if self.pool.overdrawn:
-            return 0
+        """The largest charge that fits now, beside ``running`` requests. Negative while anything is overdrawn, since
+        nothing evictable is kept then."""
         return self.room - self.watermark if running else self.room
 
     def open(self, waiting: Waiting, run: list[PrefixNode], now: float) -> Running:
@@ -171,18 +170,13 @@ class Ledger:
         return mode is PoolMode.UNIFIED and not run.draining and self._is_at_its_end(run)
 
     def _growth(self, run: Running, n: int) -> tuple[PageId, ...]:
+        # The runtime has used this memory, so there is nothing to refuse: own promise first, then what is free or
+        # cached, then pages that do not exist. Not eating other promises in a unified pool is ``_is_at_its_end``.
         kept = min(n, run.promised)
         run.promised -= kept
-        self._make_free(kept)
-        pages = self.pool.redeem(kept)
-        if kept == n:
-            return pages
-        more = n - kept
-        run.pages += more
-        if self.room < more:
-            return pages + self.pool.overdraw(more)
-        self._make_free(more)
-        return pages + (self.pool.try_take(more, reclaimable=self.tree.evictable) or self.pool.overdraw(more))
+        run.pages += n - kept
+        self._make_free(n)
+        return self.pool.redeem(kept) + self.pool.overdraw(n - kept)
 
     def _is_at_its_end(self, run: Running) -> bool:
         table = run.table
@@ -239,6 +233,7 @@ class Ledger:
         """Every page's count is the number of tables and nodes that name it, and so for locks and promises."""
         self.pool.check()
         self.tree.check()
+        assert not (self.pool.overdrawn and self.tree.evictable), "overdrawn although cached pages could be evicted"
         owners: dict[PageId, int] = {}
         for node in self.tree.nodes():
             owners[node.page] = owners.get(node.page, 0) + 1

@@ -56,15 +56,15 @@ def plan_horizon(running: Sequence[Forecast], room: int, target: int) -> Horizon
     A target that all ends together do not reach means that the head wants the machine for itself (the ledger lets a
     lone request ignore the watermark): it starts after the last end, and nothing is spare beside it.
     """
-    known = sorted([forecast for forecast in running if forecast[0] < inf])
     pages_then, start = room, 0.0
-    for steps, pages, _ in known:
-        if pages_then >= target and steps > start:  # all that end in one step are there when the head starts
-            break
+    ends = sorted(running)
+    for steps, pages, _ in ends:
+        if steps == inf or (pages_then >= target and steps > start):
+            break  # not before: all that end in one step are there when the head starts
         pages_then += pages
         start = steps
     if pages_then >= target:
         return Horizon(start, pages_then - target)
-    if len(known) == len(running):
+    if not ends or ends[-1][0] < inf:
         return Horizon(start, 0)
     return Horizon(inf, max(0, room + sum([pages for _, pages, passed in running if not passed]) - target))

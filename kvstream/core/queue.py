@@ -25,7 +25,7 @@ from __future__ import annotations
 
 from bisect import bisect_left, insort
 from collections.abc import Iterator
-from heapq import heapify, heappop, heappush
+from heapq import heapify, heappop, heappush, heapreplace
 from math import inf
 from typing import Final
 
@@ -40,21 +40,21 @@ Place = tuple[float, int]  # arrival + handicap, order of submission
 class Flow:
     """One client's requests of one class, best first."""
 
-    __slots__ = ("entries", "level", "place", "turn")
+    __slots__ = ("claim", "entries", "level", "place", "turn")
 
     def __init__(self, level: int) -> None:
         self.level = level  # the class's rank, 0 is the most urgent
         self.entries: list[tuple[float, int, Waiting]] = []
         self.turn = -inf  # when this flow was last granted a seat
+        self.claim = inf  # since when the head has been next in this flow
         self.place: Place = (inf, 0)
 
-    def claim(self) -> float:
-        """Since when the head has been next in its flow."""
+    def claim_of_head(self) -> float:
         return max(self.entries[0][2].arrived, self.turn)
 
     def place_of_head(self) -> Place:
         _, seq, waiting = self.entries[0]
-        return self.claim() + waiting.handicap_s, seq
+        return self.claim_of_head() + waiting.handicap_s, seq
 
 
 # Class as aged, a place, and which entry of which flow stands there; the order of submission makes it unique.
@@ -127,20 +127,23 @@ class WaitingQueue:
         heapify(merged)
         opened = [1 for _ in self._orders]
         while merged:
-            _, _, _, index, flow = heappop(merged)
+            _, _, _, index, flow = merged[0]
             yield flow.entries[index][2]
             level = flow.level
+            if index + 1 < len(flow.entries):
+                _, seq, waiting = flow.entries[index + 1]
+                # Its claim would be now.
+                heapreplace(merged, (level, now + waiting.handicap_s, seq, index + 1, flow))
+            else:
+                heappop(merged)
             if index == 0 and opened[level] < len(self._orders[level]):
                 heappush(merged, self._standing(self._orders[level][opened[level]][2], now))
                 opened[level] += 1
-            if index + 1 < len(flow.entries):
-                _, seq, waiting = flow.entries[index + 1]
-                heappush(merged, (level, now + waiting.handicap_s, seq, index + 1, flow))  # its claim would be now
 
     def _standing(self, flow: Flow, now: float) -> Standing:
         level = flow.level
         if level:
-            level = max(0, level - int((now - flow.claim()) / self._ageing_s)) if self._ageing_s else 0
+            level = max(0, level - int((now - flow.claim) / self._ageing_s)) if self._ageing_s else 0
         return level, flow.place[0], flow.place[1], 0, flow
 
     def expired(self, now: float) -> Iterator[Waiting]:
@@ -183,7 +186,7 @@ class WaitingQueue:
         if flow.place[0] < inf:
             del order[bisect_left(order, flow.place)]
         if flow.entries:
-            flow.place = flow.place_of_head()
+            flow.claim, flow.place = flow.claim_of_head(), flow.place_of_head()
             insort(order, (*flow.place, flow))
         else:
             flow.place = (inf, 0)
@@ -199,7 +202,9 @@ class WaitingQueue:
             assert flow.level == priority.value
             assert all(entry[2].priority is priority and entry[2].client == client for entry in flow.entries)
             assert (*flow.place, flow) in self._orders[flow.level], "a flow is lost"
-            assert flow.place == flow.place_of_head(), "a flow stands where its head does not"
+            assert (flow.claim, flow.place) == (flow.claim_of_head(), flow.place_of_head()), (
+                "a flow stands where its head does not"
+            )
             keys = [entry[:2] for entry in flow.entries]
             assert keys == sorted(keys), "a flow out of order"
         for order in self._orders:

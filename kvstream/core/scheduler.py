@@ -51,6 +51,8 @@ class Scheduler:
         self._seq = 0
         self._newcomers: list[Waiting] = []
         self._actions: list[m.Action] = []
+        self._looked: tuple[int, int] | None = None  # when nobody could pass the head: changes so far, pages available
+        self._changes = 0  # of anything but the length of answers
         self._seats_bound = 0  # most that may be running: the seats, or what a shrunk backend still runs
         self._refused: dict[RefuseReason, int] = {}
         self._admitted = self._ended = self._truncated = self._backfilled = 0
@@ -66,6 +68,7 @@ class Scheduler:
         self._actions, self._newcomers = [], []
         for event in events:
             self._apply(event, now)
+        self._changes += any(type(event) is not m.Produced for event in events)
         for waiting in self._queue.expired(now):
             self._turn_away(waiting, RefuseReason.TIMEOUT, self._rate.wait_s(now, len(self._queue) - 1))
         if self._ledger is not None:
@@ -242,6 +245,7 @@ class Scheduler:
 
     def _turn_away(self, waiting: Waiting, why: RefuseReason, retry_after_s: float | None = None) -> None:
         self._queue.remove(waiting.rid)
+        self._changes += 1
         self._refuse(waiting, why, retry_after_s)
 
     def _refuse(self, waiting: Waiting, why: RefuseReason, retry_after_s: float | None = None) -> None:
@@ -305,8 +309,10 @@ class Scheduler:
         Candidates are measured without their cached prefix: cheaper, and never too small.
         """
         available, horizon = ledger.available(len(self._running)), None
-        if available <= 0:
-            return
+        looked = (self._changes, available)
+        if available <= 0 or looked == self._looked:
+            return  # tokens that were produced only bring the head's start nearer: who could not pass still cannot
+        self._looked = looked
         for candidate in list(islice(self._queue.upcoming(now), 1, 1 + self.settings.backfill_candidates_max)):
             if candidate.pages > available:
                 continue

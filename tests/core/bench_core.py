@@ -124,7 +124,7 @@ def main() -> int:
     gc.freeze()
     console = Console()
     table = Table(title=f"Scheduler.step, {WAITING:,} waiting, {RUNNING} running")
-    for column in ("case", "median us", "p99 us", "budget us"):
+    for column in ("case", "best us", "median us", "p99 us", "budget us"):
         table.add_column(column, justify="left" if column == "case" else "right")
     ok = True
     for order in ("fcfs", "sjf"):
@@ -133,7 +133,7 @@ def main() -> int:
             median, p99 = statistics.median(took), statistics.quantiles(took, n=100)[98]
             ok &= median <= STEP_BUDGET_US
             case = f"{order}, {'blocked head, backfill considered' if blocked else 'one admitted'}"
-            table.add_row(case, f"{median:.0f}", f"{p99:.0f}", f"{STEP_BUDGET_US:.0f}")
+            table.add_row(case, f"{min(took):.0f}", f"{median:.0f}", f"{p99:.0f}", f"{STEP_BUDGET_US:.0f}")
     console.print(table)
     table = Table(title="PageTable.append, one token")
     for column in ("tokens so far", "ns per token", "ratio"):
