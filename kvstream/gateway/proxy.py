@@ -113,7 +113,11 @@ class Proxy:
                     f"the answer is larger than upstream.answer_bytes_max = {self._settings.answer_bytes_max} bytes")
         if stream.usage is None:
             headers.append((b"x-kvstream-usage", b"estimated"))
-        await send_json(send, 200, whole if whole is not None else assembler.result(), headers)
+        await send_json(send, 200, whole if whole is not None else _with_usage(assembler.result(), stream), headers)
+
+
+def _with_usage(answer: dict[str, Any], stream: Stream) -> dict[str, Any]:
+    return answer if answer.get("usage") else answer | {"usage": usage_numbers(stream)}
 
 
 async def _cancel_on_disconnect(receive: Receive, scope: trio.CancelScope) -> None:
@@ -130,6 +134,8 @@ class _SseAnswer:
         self._send = send
         self._headers = headers
         self._keepalive_s = keepalive_s or float("inf")
+        self._ping_at = trio.current_time() + self._keepalive_s
+        self._usage_due = stream.request.include_usage  # asked for, and not sent yet
         self._started = False
 
     async def run(self) -> None:
@@ -150,16 +156,21 @@ class _SseAnswer:
         await self._send({"type": "http.response.body", "body": b"", "more_body": False})
 
     async def _next(self) -> list[UpstreamEvent]:
+        """The next events. Pings go by what was *sent*: events that are not for the client do not put one off."""
         while True:
-            with trio.move_on_after(self._keepalive_s):
+            with trio.move_on_at(self._ping_at):
                 return await self._stream.get()
             await self._write(PING)
 
     def _bytes(self, events: list[UpstreamEvent]) -> bytes:
         frames: list[bytes] = []
         for event in events:
-            if isinstance(event, Usage) and event.standalone and not self._stream.request.include_usage:
-                continue
+            if isinstance(event, Usage) and event.standalone:
+                if not self._stream.request.include_usage:
+                    continue
+                self._usage_due = False
+            if isinstance(event, Done) and self._usage_due:
+                frames.append(usage_frame(self._stream))
             if isinstance(event, Failed) and event.raw:
                 if not self._started and not frames:
                     continue  # first of all comes an error: the HTTP status will say it
@@ -174,16 +185,32 @@ class _SseAnswer:
             self._started = True
             await start_sse(self._send, self._headers)
         await self._send({"type": "http.response.body", "body": data, "more_body": True})
+        self._ping_at = trio.current_time() + self._keepalive_s
+
+
+def usage_numbers(stream: Stream) -> dict[str, Any]:
+    """``usage`` for a client whose runtime did not put it where clients look; marked when it is our estimate."""
+    usage = stream.usage
+    prompt, completion = (usage.prompt, usage.completion) if usage else (stream.tokens_prompt, stream.tokens)
+    numbers: dict[str, Any] = {
+        "prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion}
+    return numbers if usage else numbers | {"estimated": True}
+
+
+def usage_frame(stream: Stream) -> bytes:
+    """The chunk of token counts that a client asked for, where the runtime sent none of its own."""
+    return _frame(stream, choices=[], usage=usage_numbers(stream))
 
 
 def length_frames(stream: Stream) -> bytes:
-    """A finish of our own, in the likeness of the runtime's last frame, for a stream we had to end."""
-    last: dict[str, Any] = dict(stream.last_data) if isinstance(stream.last_data, dict) else {}
-    frame = {key: last[key] for key in ("id", "object", "created", "model", "system_fingerprint") if key in last}
-    choice: dict[str, Any] = {"index": 0, "finish_reason": "length"}
-    if stream.request.route == COMPLETIONS:
-        choice["text"] = ""
-    else:
-        choice["delta"] = {}
-    return b"data: " + json.dumps(frame | {"choices": [choice]}).encode() + b"\n\ndata: [DONE]\n\n"
+    """A finish of our own for a stream we had to end."""
+    empty: dict[str, Any] = {"text": ""} if stream.request.route == COMPLETIONS else {"delta": {}}
+    finish = _frame(stream, choices=[{"index": 0, "finish_reason": "length"} | empty])
+    return finish + (usage_frame(stream) if stream.request.include_usage else b"") + b"data: [DONE]\n\n"
 
+
+def _frame(stream: Stream, **fields: Any) -> bytes:
+    """A chunk in the likeness of the runtime's last one."""
+    last: dict[str, Any] = stream.last_data if isinstance(stream.last_data, dict) else {}
+    head = {key: last[key] for key in ("id", "object", "created", "model", "system_fingerprint") if key in last}
+    return b"data: " + json.dumps(head | fields).encode() + b"\n\n"
