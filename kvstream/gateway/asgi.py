@@ -23,6 +23,7 @@ Send = Callable[[Message], Awaitable[None]]
 Headers = list[tuple[bytes, bytes]]
 
 DISCARD_S_MAX = 5.0
+RETRY_S_DEFAULT = 5.0
 
 _VERSION = (b"x-kvstream-version", __version__.encode())
 
@@ -94,10 +95,13 @@ async def send_error(send: Send, error: KVStreamError, headers: Iterable[tuple[b
 
 
 def retry_header(error: KVStreamError) -> Headers:
-    """``Retry-After``, rounded up: a client that comes back too early is refused again."""
-    if error.retry_after_s is None:
-        return []
-    return [(b"retry-after", str(max(1, -int(-error.retry_after_s // 1))).encode())]
+    """``Retry-After``, on every 429 and 503. Rounded up: a client that comes back too early is refused again."""
+    wait_s = error.retry_after_s
+    if wait_s is None:
+        if error.status not in (429, 503):
+            return []
+        wait_s = RETRY_S_DEFAULT
+    return [(b"retry-after", str(max(1, -int(-wait_s // 1))).encode())]
 
 
 async def start_sse(send: Send, headers: Iterable[tuple[bytes, bytes]] = ()) -> None:
