@@ -160,7 +160,8 @@ class Engine:
                           usage_refused=self._on_usage_refused)
         pump = Pump(stream, self.adapter, self.upstream, self.settings.times, hooks,
                     page_tokens=self.settings.query.page_tokens,
-                    include_usage=self.settings.include_usage and not self._usage_refused,
+                    include_usage=not self._usage_refused and (
+                        self.settings.include_usage or stream.request.include_usage),
                     passthrough=self.settings.passthrough,
                     watched=stream.tokens_max is None and self._pool_can_overflow)
         error: KVStreamError | None = ShuttingDownError("the gateway was stopped", retry_after_s=5)

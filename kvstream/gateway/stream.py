@@ -265,7 +265,10 @@ class Pump:
                 raise BackendProtocolError(
                     f"the answer is larger than upstream.answer_bytes_max = {self._times.answer_bytes_max} bytes")
         gap.deadline = _deadline(0)
-        answer = HttpReply(response.status, response.headers, bytes(body)).json()
+        reply = HttpReply(response.status, response.headers, bytes(body))
+        answer = reply.json()
+        if isinstance(answer, dict) and answer.get("error"):  # LM Studio and others say it with a 200
+            raise error_of(self._adapter.error(reply))
         usage = answer.get("usage") if isinstance(answer, dict) else None
         self._count(1)
         if isinstance(usage, dict):
