@@ -8,7 +8,8 @@ hypercorn parses HTTP; this module decides what it is given to parse. Three thin
 * Half-close. A FIN does not say whether the peer still reads: ``printf ... | nc`` shuts down its sending side and waits
   for the answer, a closed browser tab sends the same FIN. The kernel knows once something is sent: a closed peer
   answers with RST. So after a FIN an interim ``102 Processing`` is sent (a client must skip 1xx), if no answer is under
-  way already, and the connection counts as gone when the kernel says so, at loopback speed.
+  way already, and the connection counts as gone when the kernel says so, at loopback speed. A peer to whom nothing is
+  owed any more, because its requests are all answered, is gone with its FIN.
 * A watch for clients that leave while nobody reads. hypercorn stops reading at bytes that follow a request (a stray
   line end, a pipelined request) until that request is answered, and so would not see the FIN behind them.
 """
@@ -18,13 +19,14 @@ from __future__ import annotations
 import logging
 import socket
 import sys
+from typing import Any
 
 import trio
 from hypercorn.app_wrappers import ASGIWrapper
 from hypercorn.config import Config as HypercornConfig
 from hypercorn.trio.tcp_server import TCPServer
 from hypercorn.trio.worker_context import WorkerContext
-from hypercorn.typing import ASGIFramework, ConnectionState, LifespanState
+from hypercorn.typing import AppWrapper, ASGIFramework, ConnectionState, LifespanState
 
 from ..errors import PortInUseError
 from .metrics import Metrics
@@ -52,6 +54,7 @@ class ClientStream(trio.abc.HalfCloseableStream):
         self._stall_s = stall_s
         self._tolerate = tolerate_half_close and sys.platform == "linux"
         self._answering = False  # bytes of an answer went out since the last request bytes came in
+        self._owing = False  # request bytes came in, and no answer was finished since
         self._sending = False
         self._reading = False
         self._probed = False
@@ -77,12 +80,24 @@ class ClientStream(trio.abc.HalfCloseableStream):
             data = await self._inner.receive_some(max_bytes)
             if data:
                 self._answering = False
+                self._owing = True
                 self._handed.set()
             elif self._tolerate:
                 await self._wait_gone()
             return data
         finally:
             self._reading = False
+
+    def noting_ends(self, app: AppWrapper) -> AppWrapper:
+        """``app``, for this connection: when it returns, the peer has its whole answer."""
+        async def noting(*args: Any) -> None:
+            self._owing = True
+            try:
+                await app(*args)
+            finally:
+                self._owing = False
+
+        return noting  # type: ignore[return-value]
 
     async def watch(self) -> None:
         """Returns when the peer left while nobody reads. Sleeps without polling as long as somebody does."""
@@ -105,13 +120,15 @@ class ClientStream(trio.abc.HalfCloseableStream):
         return state in (_TCP_CLOSE, _TCP_CLOSE_WAIT)
 
     async def _wait_gone(self) -> None:
-        """The peer shut down its sending side. Returns when it is known not to read either."""
-        if not await self._probe():
+        """The peer shut down its sending side. Returns when it is known not to read either, or has all it asked for."""
+        if self._owing and not await self._probe():
             return
         while self.socket.fileno() >= 0:
             if self._state() == _TCP_CLOSE:
                 return
             await trio.sleep(GONE_POLL_S)
+            if not self._owing:
+                return  # looked at after the pause, in which the next of several pipelined requests has begun
 
     async def _probe(self) -> bool:
         """Make a peer that does not read any more say so. False when it is known already."""
@@ -193,7 +210,7 @@ class Server:
         try:
             async with trio.open_nursery() as nursery:
                 nursery.start_soon(_cancel_when_gone, stream, nursery.cancel_scope)
-                await TCPServer(self._app, self._config, self._context, state, stream)  # type: ignore[arg-type]
+                await TCPServer(stream.noting_ends(self._app), self._config, self._context, state, stream)  # type: ignore[arg-type]
                 nursery.cancel_scope.cancel()
         except Exception:
             log.exception("bug while serving a connection; it was closed")  # one client's bytes must not end all others
