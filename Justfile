@@ -40,22 +40,22 @@ record *args:
 bench-core:
     {{python}} tests/core/bench_core.py
 
-# What the proxy adds to a request, beside a bare pass-through and LiteLLM
-bench-overhead:
-    {{python}} tests/measure/overhead_table.py
+# What the proxy adds to a request, beside a bare pass-through and LiteLLM (--litellm PATH of its executable)
+bench-overhead *args:
+    {{python}} tests/measure/overhead_table.py {{args}}
 
-# Four clients on a pool that holds two: direct, all die; through KVStream, all finish
-show-pool:
-    {{python}} tests/measure/show_pool.py
+# Four clients on a pool that holds one: direct, all die; through KVStream, all finish
+show-pool *args:
+    {{python}} tests/measure/show_pool.py {{args}}
 
 # Forty clients on four slots: the runtime's own queue stays empty
-show-queue:
-    {{python}} tests/measure/show_queue.py
+show-queue *args:
+    {{python}} tests/measure/show_queue.py {{args}}
 
 # Close a client in each phase: milliseconds until the slot is idle
-show-cancel:
-    {{python}} tests/measure/show_cancel.py
+show-cancel *args:
+    {{python}} tests/measure/show_cancel.py {{args}}
 
 # Memory and descriptors, idle and after 10,000 streams
-show-rss:
-    {{python}} tests/measure/show_rss.py
+show-rss *args:
+    {{python}} tests/measure/show_rss.py {{args}}
