@@ -9,6 +9,7 @@ from __future__ import annotations
 import ipaddress
 import json
 import logging
+import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -38,6 +39,7 @@ from .status import status_json
 log = logging.getLogger("kvstream.app")
 
 MODELS_TIMEOUT_S = 5.0
+_HOST = re.compile(r"(?:\[(?P<v6>[^\]]*)\]|(?P<name>[^:\[\]]*))(?::[0-9]*)?")
 
 
 @frozen
@@ -120,11 +122,9 @@ class _Watched:
 
 
 def host_name(host: str) -> str:
-    """The name part of a Host header, lower case: without port, brackets and one trailing dot."""
-    host = host.strip().lower()
-    if host.startswith("["):
-        return host[1:].partition("]")[0]
-    return host.partition(":")[0].removesuffix(".")
+    """The name part of a Host header, lower case: without port, brackets and a trailing dot; "" if malformed."""
+    found = _HOST.fullmatch(host.strip().lower())
+    return (found["v6"] or found["name"].removesuffix(".")) if found else ""
 
 
 def accepted_hosts(bind: str, allowed: tuple[str, ...]) -> frozenset[str] | None:
@@ -152,7 +152,11 @@ def build_quart(engine: Engine, metrics: Metrics, extra_status: Callable[[], Map
     async def ready() -> Response:
         state = engine.watcher.backend.state
         good = state in (Health.UP, Health.SLEEPING) and not engine.closing
-        return reply({"status": "ready" if good else "draining" if engine.closing else state}, 200 if good else 503)
+        if good:
+            return reply({"status": "ready"})
+        response = reply({"status": "draining" if engine.closing else state}, 503)
+        response.headers["retry-after"] = "2"
+        return response
 
     @app.get("/status")
     async def status() -> Response:
