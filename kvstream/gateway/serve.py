@@ -20,6 +20,7 @@ import signal
 import sys
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
+from types import MappingProxyType
 from typing import Any
 
 import attrs
@@ -44,6 +45,9 @@ from .upstream import HttpUpstream
 log = logging.getLogger("kvstream.serve")
 
 LAST_FRAMES_S = 2.0  # after drain_s: time for the error frames to leave
+
+# memory.dtype as llama.cpp spells it, where that differs
+LLAMA_KV_TYPES: Mapping[str, str] = MappingProxyType({"float32": "f32", "bfloat16": "bf16"})
 
 OnEmbedded = Callable[[EmbeddedEvent], None]
 
@@ -113,6 +117,9 @@ def embedded_spec(config: Config) -> EmbeddedSpec:
     names = [a.name for a in attrs.fields(EmbeddedSpec) if hasattr(config.embedded, a.name)]
     values = {name: getattr(config.embedded, name) for name in names}
     values["state_dir"] = config.embedded.state_dir or None
+    if config.memory.dtype != "float16":  # llama.cpp's own default
+        kv_type = LLAMA_KV_TYPES.get(config.memory.dtype, config.memory.dtype)
+        values["extra_args"] = ("-ctk", kv_type, "-ctv", kv_type, *config.embedded.extra_args)
     return EmbeddedSpec(**values)
 
 
@@ -206,8 +213,9 @@ def _make_server(config: Config, engine: Engine, metrics: Metrics, sockets: list
         keepalive_s=settings.keepalive_s, body_bytes_max=settings.body_bytes_max, body_gap_s=settings.stall_s,
         answer_bytes_max=config.upstream.answer_bytes_max,
         forward_authorization=config.upstream.forward_authorization))
-    app = App(engine, proxy, metrics, AppSettings(accepted_hosts(settings.host, settings.allowed_hosts)),
-              lambda: _extra_status(config, embedded))
+    app = App(engine, proxy, metrics, AppSettings(
+        accepted_hosts(settings.host, settings.allowed_hosts), settings.header_bytes_max),
+        lambda: _extra_status(config, embedded))
     server = Server(app, sockets, metrics, connections_max=settings.connections_max,  # type: ignore[arg-type]
                     header_bytes_max=settings.header_bytes_max, stall_s=settings.stall_s,
                     tolerate_half_close=settings.half_close == "tolerate")
