@@ -119,7 +119,7 @@ class BackendWatcher:
             if before.state == Health.UP and now - self._engine.last_progress < self._interval_s * 2:
                 return  # tokens flow: busy, not gone
             if self.expect_restart():
-                state = Health.LOADING  # our own child is being started again
+                state, detail = Health.LOADING, "llama.cpp is being started"
         if state == Health.LOADING and before.state in (Health.LOADING, "failed"):
             if before.state == Health.LOADING and now - before.since > self._load_timeout_s:
                 self._set("failed", f"still loading after upstream.load_timeout_s = {self._load_timeout_s:g} s")

@@ -34,7 +34,7 @@ from ..core.scheduler import SchedulerSettings
 from ..errors import ConfigError, ShuttingDownError
 from .app import App, AppSettings, accepted_hosts
 from .connections import Server, open_sockets
-from .embedded import Died, EmbeddedEvent, EmbeddedServer, EmbeddedSpec, Restarting, describe_event
+from .embedded import Died, EmbeddedEvent, EmbeddedServer, EmbeddedSpec, Loading, Restarting, describe_event
 from .engine import Engine, EngineSettings
 from .logs import set_up_logging
 from .metrics import Metrics
@@ -44,6 +44,7 @@ from .upstream import HttpUpstream
 
 log = logging.getLogger("kvstream.serve")
 
+LOADING_LOG_S = 5.0
 LAST_FRAMES_S = 2.0  # after drain_s: time for the error frames to leave
 
 # memory.dtype as llama.cpp spells it, where that differs
@@ -175,7 +176,7 @@ async def open_gateway(loaded: Loaded, *, engine: Engine | None = None, metrics:
         if engine is None:
             base_url = config.backend.url
             if config.embedded.model:
-                embedded = EmbeddedServer(embedded_spec(config), on_event=on_embedded or _log_embedded)
+                embedded = EmbeddedServer(embedded_spec(config), on_event=on_embedded or EmbeddedLog())
                 base_url = await (await _enter_nursery(stack)).start(embedded.run)
                 config = attrs.evolve(config, backend=attrs.evolve(config.backend, type="llamacpp"))
             engine = await _start_engine(stack, config, base_url, metrics)
@@ -234,9 +235,21 @@ def _extra_status(config: Config, embedded: EmbeddedServer | None) -> Mapping[st
     return extra
 
 
-def _log_embedded(event: EmbeddedEvent) -> None:
-    level = logging.WARNING if isinstance(event, Died | Restarting) else logging.INFO
-    log.log(level, "llama.cpp: %s", describe_event(event))
+class EmbeddedLog:
+    """Events of the embedded server as log lines; of a long load one line in a while."""
+
+    def __init__(self) -> None:
+        self._next_s = 0.0
+
+    def __call__(self, event: EmbeddedEvent) -> None:
+        if isinstance(event, Loading):
+            if event.elapsed_s < self._next_s:
+                return
+            self._next_s = event.elapsed_s + LOADING_LOG_S
+        else:
+            self._next_s = LOADING_LOG_S
+        level = logging.WARNING if isinstance(event, Died | Restarting) else logging.INFO
+        log.log(level, "llama.cpp: %s", describe_event(event))
 
 
 # --- the process ------------------------------------------------------------------------------------------------------
