@@ -18,18 +18,20 @@ from attrs import frozen
 from quart import Response
 from quart_trio import QuartTrio
 from werkzeug.exceptions import HTTPException
+from werkzeug.routing import PathConverter
 
 from .. import __version__
 from ..adapters.base import Health
 from ..errors import (
     BackendUnavailableError,
     ForbiddenHostError,
+    InvalidRequestError,
     KVStreamError,
     MethodNotAllowedError,
     ModelNotFoundError,
     RouteNotFoundError,
 )
-from .asgi import Message, Receive, Scope, Send, retry_header, send_error
+from .asgi import BodyReceiver, Message, Receive, Scope, Send, retry_header, send_error, send_refusal
 from .engine import Engine
 from .failures import error_of
 from .metrics import CONTENT_TYPE, Metrics
@@ -44,9 +46,11 @@ _HOST = re.compile(r"(?:\[(?P<v6>[^\]]*)\]|(?P<name>[^:\[\]]*))(?::[0-9]*)?")
 
 @frozen
 class AppSettings:
-    """``hosts`` are the accepted Host names, lower case; None accepts any (not a loopback bind)."""
+    """``hosts`` are the accepted Host names, lower case; None accepts any (not a loopback bind). ``header_bytes_max``
+    bounds the request head."""
 
     hosts: frozenset[str] | None
+    header_bytes_max: int = 64 * 2**10
 
 
 class App:
@@ -81,6 +85,7 @@ class App:
     async def _dispatch(self, scope: Scope, receive: Receive, send: Send) -> None:
         route = scope["path"]
         try:
+            self._check_head(scope)
             self._check_host(scope)
             if route not in self._engine.adapter.capabilities.routes:
                 await self._quart(scope, receive, send)  # type: ignore[arg-type]
@@ -88,9 +93,18 @@ class App:
             if scope["method"] != "POST":
                 raise MethodNotAllowedError(f"{route} takes POST, not {scope['method']}")
         except KVStreamError as error:
-            await send_error(send, error, [(b"connection", b"close")])
+            await send_refusal(send, BodyReceiver(receive), error, [])
             return
         await self._proxy(route, scope, receive, send)
+
+    def _check_head(self, scope: Scope) -> None:
+        """hypercorn's own bound only counts a head that is still incomplete after a read of 64 KiB."""
+        target = len(scope["raw_path"]) + len(scope["query_string"])
+        size = target + sum(len(name) + len(value) + 4 for name, value in scope["headers"])
+        if size > self._settings.header_bytes_max:
+            raise InvalidRequestError(
+                f"the request head has at least {size} bytes; server.header_bytes_max allows "
+                f"{self._settings.header_bytes_max} bytes", status=431)
 
     def _check_host(self, scope: Scope) -> None:
         if self._settings.hosts is None:
@@ -138,10 +152,18 @@ def accepted_hosts(bind: str, allowed: tuple[str, ...]) -> frozenset[str] | None
     return frozenset({"localhost", "127.0.0.1", "::1", bind.lower().strip("[]"), *(host_name(h) for h in allowed)})
 
 
+class _ModelName(PathConverter):
+    """Anything: llama.cpp without an alias names its model by the path of its file, which begins with a slash."""
+
+    regex = ".+"
+
+
 def build_quart(engine: Engine, metrics: Metrics, extra_status: Callable[[], Mapping[str, Any]]) -> QuartTrio:
     """The routes that are not model calls. They never queue."""
     app = QuartTrio("kvstream")
     app.config["MAX_CONTENT_LENGTH"] = 65536
+    app.url_map.merge_slashes = False  # a double slash in a model's name is not to be redirected away
+    app.url_map.converters["model"] = _ModelName
     models = _Models(engine)
 
     @app.get("/health")
@@ -170,7 +192,7 @@ def build_quart(engine: Engine, metrics: Metrics, extra_status: Callable[[], Map
     async def list_models() -> Response:
         return reply(await models.listing())
 
-    @app.get("/v1/models/<path:model>")
+    @app.get("/v1/models/<model:model>")
     async def one_model(model: str) -> Response:
         return reply(await models.one(model))
 
