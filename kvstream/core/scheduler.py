@@ -29,7 +29,7 @@ from .queue import WaitingQueue
 from .rate import ServiceRate
 from .settings import SchedulerSettings
 from .snapshot import Counters, RunningView, Seats, Snapshot, TierPages, WaitingView
-from .state import Running, Waiting
+from .state import Running, Tally, Waiting
 from .types import AccountingBug, EndReason, RefuseReason, RequestId
 
 __all__ = ["Scheduler", "SchedulerSettings"]
@@ -54,8 +54,7 @@ class Scheduler:
         self._looked: tuple[int, int] | None = None  # when nobody could pass the head: changes so far, pages available
         self._changes = 0  # of anything but the length of answers
         self._seats_bound = 0  # most that may be running: the seats, or what a shrunk backend still runs
-        self._refused: dict[RefuseReason, int] = {}
-        self._admitted = self._ended = self._truncated = self._backfilled = 0
+        self._tally = Tally()
 
     # --- the contract -----------------------------------------------------------------------------------------------
 
@@ -100,10 +99,7 @@ class Scheduler:
         ledger = self._ledger
         return Snapshot(
             now=now,
-            waiting=tuple(
-                WaitingView(w.rid, place, now - w.arrived, w.tokens, w.priority, w.client)
-                for place, w in enumerate(shown, 1)
-            ),
+            waiting=tuple(WaitingView.of(waiting, place, now) for place, waiting in enumerate(shown, 1)),
             waiting_total=len(self._queue),
             waiting_bytes=self._queue.bytes,
             running=tuple(RunningView.of(run, now) for run in self._running.values()),
@@ -116,15 +112,7 @@ class Scheduler:
             limits=ledger.limits if ledger else None,
             overdrawn=ledger.pool.overdrawn if ledger else 0,
             ends_per_s=self._rate.per_s(now),
-            counters=Counters(
-                admitted=self._admitted,
-                refused=dict(self._refused),
-                ended=self._ended,
-                prefix_tokens_accounted=ledger.tokens_cached if ledger else 0,
-                pages_evicted=ledger.evicted if ledger else 0,
-                truncated=self._truncated,
-                backfilled=self._backfilled,
-            ),
+            counters=Counters.of(self._tally, ledger),
         )
 
     # --- events -----------------------------------------------------------------------------------------------------
@@ -187,7 +175,7 @@ class Scheduler:
         run.produced += event.tokens
         if self._ledger.grow(run, event.tokens) and not run.truncated:
             run.truncated = True
-            self._truncated += 1
+            self._tally.truncated += 1
             self._actions.append(m.Truncate(run.rid))
 
     def _ended_event(self, event: m.Ended, now: float) -> None:
@@ -210,7 +198,7 @@ class Scheduler:
         self._ledger.close(run, now, register=run.computed)
         del self._running[run.rid]
         self._seats_bound = max(self._seats(), len(self._running))
-        self._ended += 1
+        self._tally.ended += 1
         self._rate.note_end(now)
 
     def _backend_up(self, event: m.BackendUp) -> None:
@@ -250,7 +238,7 @@ class Scheduler:
 
     def _refuse(self, waiting: Waiting, why: RefuseReason, retry_after_s: float | None = None) -> None:
         limit = self._ledger.tokens_limit() if self._ledger is not None else 0
-        self._refused[why] = self._refused.get(why, 0) + 1
+        self._tally.refused[why] = self._tally.refused.get(why, 0) + 1
         self._actions.append(m.Refuse(waiting.rid, why, retry_after_s, waiting.tokens, limit))
 
     def _bound_newcomers(self, now: float) -> None:
@@ -299,8 +287,8 @@ class Scheduler:
         self._queue.remove(waiting.rid, granted=now if passed is None else None)
         started = self._running[waiting.rid] = ledger.open(waiting, run, now)
         started.passed = passed
-        self._admitted += 1
-        self._backfilled += passed is not None
+        self._tally.admitted += 1
+        self._tally.backfilled += passed is not None
         self._actions.append(m.Admit(waiting.rid, started.table, started.tokens_cached, started.promised))
 
     def _backfill(self, ledger: Ledger, head: Waiting, now: float) -> None:

@@ -6,8 +6,9 @@ from collections.abc import Mapping
 
 from attrs import frozen
 
+from .ledger import Ledger
 from .pool import PagePool
-from .state import Running
+from .state import Running, Tally, Waiting
 from .types import Limits, Priority, RefuseReason, RequestId, Tier
 
 
@@ -21,6 +22,11 @@ class WaitingView:
     tokens: int
     priority: Priority
     client: str
+
+    @classmethod
+    def of(cls, waiting: Waiting, position: int, now: float) -> WaitingView:
+        age_s = now - waiting.arrived
+        return cls(waiting.rid, position, age_s, waiting.tokens, waiting.priority, waiting.client)
 
 
 @frozen
@@ -81,6 +87,18 @@ class Counters:
     pages_evicted: int
     truncated: int
     backfilled: int
+
+    @classmethod
+    def of(cls, tally: Tally, ledger: Ledger | None) -> Counters:
+        return cls(
+            admitted=tally.admitted,
+            refused=dict(tally.refused),
+            ended=tally.ended,
+            prefix_tokens_accounted=ledger.tokens_cached if ledger else 0,
+            pages_evicted=ledger.evicted if ledger else 0,
+            truncated=tally.truncated,
+            backfilled=tally.backfilled,
+        )
 
 
 @frozen

@@ -9,7 +9,7 @@ from attrs import define, field
 from .messages import Submitted
 from .prefix import PrefixNode
 from .table import PageTable
-from .types import CountSource, PageKey, Priority, RequestId
+from .types import CountSource, PageKey, Priority, RefuseReason, RequestId
 
 
 @define(eq=False, slots=True)
@@ -77,3 +77,14 @@ class Running:
     def tokens_left(self) -> int | None:
         """Answer tokens that may still come; None when the client set no limit."""
         return None if self.tokens_max is None else max(0, self.tokens_max - self.produced)
+
+
+@define(slots=True)
+class Tally:
+    """What a scheduler has done since it was made."""
+
+    admitted: int = 0
+    backfilled: int = 0
+    ended: int = 0
+    truncated: int = 0
+    refused: dict[RefuseReason, int] = field(factory=dict)

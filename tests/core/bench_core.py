@@ -58,7 +58,7 @@ class Load:
         )
 
 
-def filled(order: str, blocked: bool) -> tuple[Scheduler, Load, list[int]]:
+def filled(order: str, blocked: bool) -> tuple[Scheduler, Load, list[RequestId]]:
     """A scheduler with ``WAITING`` requests in its queue and ``RUNNING`` running."""
     seats = RUNNING + (8 if blocked else 0)
     settings = SchedulerSettings(
@@ -85,12 +85,12 @@ def time_steps(order: str, blocked: bool) -> list[float]:
     took, now = [], 101.0
     for i in range(STEPS):
         now += 0.001
-        events: list[m.Event] = [m.Produced(RequestId(running[(i * 4 + k) % len(running)]), 1) for k in range(4)]
+        events: list[m.Event] = [m.Produced(running[(i * 4 + k) % len(running)], 1) for k in range(4)]
         if blocked:
             # The one that ends waits: the head stays blocked and the queue as long as it is.
             events += [m.Ended(RequestId(load.rid), EndReason.CANCELLED), load.submit(now)]
         else:
-            events += [m.Ended(RequestId(running.pop(i % len(running))), EndReason.FINISHED), load.submit(now)]
+            events += [m.Ended(running.pop(i % len(running)), EndReason.FINISHED), load.submit(now)]
         start = perf_counter_ns()
         actions = scheduler.step(now, events)
         took.append((perf_counter_ns() - start) / 1e3)

@@ -90,8 +90,9 @@ def test_backfill_does_not_set_the_head_of_its_own_client_back() -> None:
     play = Play(pages=20)
     play.step(submit(1, 112, 32), expect=["admit 1"])
     play.step(submit(2, 208, 16, client="a"))
-    play.at(1).step(submit(3, 208, 16, client="b"), submit(4, 16, 16, client="a"), expect=["admit 4"])
-    play.at(2).step(ended(1), ended(4), expect=["admit 2"])
+    play.at(1).step(submit(3, 208, 16, client="b"))
+    play.at(2).step(submit(4, 16, 16, client="a"), expect=["admit 4"])
+    play.at(3).step(ended(1), ended(4), expect=["admit 2"])
 
 
 def test_draining_counts_as_over_soon() -> None:
