@@ -66,13 +66,17 @@ def _too_large(size: int, limit: int) -> BodyTooLargeError:
         f"the request body has at least {size} bytes; server.body_bytes_max allows {limit} bytes")
 
 
-async def discard_body(receive: Receive) -> None:
-    """Read on after a refusal, for a bounded time, so that the client comes to read our answer instead of a reset."""
-    with trio.move_on_after(DISCARD_S_MAX):
-        while True:
-            message = await receive()
-            if message["type"] == "http.disconnect" or not message.get("more_body", False):
-                return
+class BodyReceiver:
+    """``receive``, and whether the body was read to its end (or the client left)."""
+
+    def __init__(self, receive: Receive) -> None:
+        self._receive = receive
+        self.ended = False
+
+    async def __call__(self) -> Message:
+        message = await self._receive()
+        self.ended = message["type"] == "http.disconnect" or not message.get("more_body", False)
+        return message
 
 
 async def wait_disconnect(receive: Receive) -> None:
@@ -84,8 +88,7 @@ async def wait_disconnect(receive: Receive) -> None:
 async def send_json(send: Send, status: int, value: Any, headers: Iterable[tuple[bytes, bytes]] = ()) -> None:
     """A whole JSON answer; ``value`` may be ready-made bytes."""
     body = value if isinstance(value, bytes) else json.dumps(value).encode()
-    await send({"type": "http.response.start", "status": status, "headers": [
-        (b"content-type", b"application/json"), (b"content-length", str(len(body)).encode()), _VERSION, *headers]})
+    await send({"type": "http.response.start", "status": status, "headers": [*_json_headers(body), *headers]})
     await send({"type": "http.response.body", "body": body})
 
 
@@ -102,6 +105,23 @@ def retry_header(error: KVStreamError) -> Headers:
             return []
         wait_s = RETRY_S_DEFAULT
     return [(b"retry-after", str(max(1, -int(-wait_s // 1))).encode())]
+
+
+async def send_refusal(send: Send, receive: BodyReceiver, error: KVStreamError, headers: Headers) -> None:
+    """An error before the body was read. The connection is closed afterwards, but not before the client sent its body,
+    for a bounded time: a client that sends all before it reads would find a reset instead of our answer."""
+    status, body = error.status, json.dumps(error.envelope()).encode()
+    await send({"type": "http.response.start", "status": status, "headers": [
+        *_json_headers(body), *retry_header(error), *headers, (b"connection", b"close")]})
+    await send({"type": "http.response.body", "body": body, "more_body": True})
+    with trio.move_on_after(DISCARD_S_MAX):
+        while not receive.ended:
+            await receive()
+    await send({"type": "http.response.body", "body": b""})
+
+
+def _json_headers(body: bytes) -> Headers:
+    return [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode()), _VERSION]
 
 
 async def start_sse(send: Send, headers: Iterable[tuple[bytes, bytes]] = ()) -> None:

@@ -18,15 +18,16 @@ from ..adapters.assemble import Assembler
 from ..adapters.base import Delta, Done, Failed, UpstreamEvent, Usage
 from ..errors import BackendProtocolError, KVStreamError
 from .asgi import (
+    BodyReceiver,
     ClientGoneError,
     Headers,
     Receive,
     Scope,
     Send,
-    discard_body,
     read_body,
     send_error,
     send_json,
+    send_refusal,
     start_sse,
     wait_disconnect,
 )
@@ -64,24 +65,26 @@ class Proxy:
         """
         request_id = f"kvs-{uuid.uuid4().hex[:12]}"
         headers: Headers = [(b"x-request-id", request_id.encode())]
+        body = BodyReceiver(receive)
         try:
-            incoming = await self._read(route, scope, receive)
+            content = await read_body(scope, body, bytes_max=self._settings.body_bytes_max,
+                                      gap_s=self._settings.body_gap_s)
+            incoming = parse_request(route, scope["headers"], content,
+                                     forward_authorization=self._settings.forward_authorization)
+            del content
         except ClientGoneError:
             return
         except KVStreamError as error:
             log.info("refused", extra={"fields": {"id": request_id, "route": route, "outcome": error.code}})
-            await send_error(send, error, [*headers, (b"connection", b"close")])
-            await discard_body(receive)
+            if body.ended:
+                await send_error(send, error, headers)
+            else:
+                await send_refusal(send, body, error, headers)
             return
         async with trio.open_nursery() as nursery:
             nursery.start_soon(_cancel_on_disconnect, receive, nursery.cancel_scope)
             await self._serve(incoming, send, headers, request_id)
             nursery.cancel_scope.cancel()
-
-    async def _read(self, route: str, scope: Scope, receive: Receive) -> Incoming:
-        body = await read_body(scope, receive, bytes_max=self._settings.body_bytes_max, gap_s=self._settings.body_gap_s)
-        return parse_request(route, scope["headers"], body,
-                             forward_authorization=self._settings.forward_authorization)
 
     async def _serve(self, incoming: Incoming, send: Send, headers: Headers, request_id: str) -> None:
         request = incoming.proxy
