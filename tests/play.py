@@ -22,7 +22,7 @@ from kvstream.core import messages as m
 from kvstream.core.scheduler import Scheduler, SchedulerSettings
 from kvstream.core.snapshot import Snapshot
 from kvstream.core.tokens import page_keys, salt
-from kvstream.core.types import EndReason, Limits, PageKey, PoolMode, Priority, RequestId
+from kvstream.core.types import CountSource, EndReason, Limits, PageKey, PoolMode, Priority, RequestId
 
 PAGE = 16
 
@@ -41,7 +41,7 @@ def submit(rid: int, tokens: int, most: int | None = 16, *, prompt: str | int | 
            client: str = "", deadline: float = 1e9, size: int = 0) -> m.Submitted:
     return m.Submitted(
         RequestId(rid), keys_of(rid if prompt is None else prompt, tokens), tokens, most, deadline,
-        Priority[priority.upper()], client, size,
+        Priority[priority.upper()], client, size, CountSource.EXACT,
     )
 
 

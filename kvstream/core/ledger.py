@@ -26,6 +26,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from functools import partial
 from math import inf
+from typing import Final
 
 from .policy import Forecast
 from .pool import PagePool
@@ -33,7 +34,9 @@ from .prefix import PrefixNode, PrefixTree
 from .settings import SchedulerSettings
 from .state import Running, Waiting
 from .table import PageTable
-from .types import AccountingBug, Limits, PageId, PoolMode, Tier
+from .types import AccountingBug, CountSource, Limits, PageId, PoolMode, Tier
+
+ESTIMATE_FACTOR_MAX: Final = 2  # the most by which an estimate of a prompt's length is taken to be too high
 
 
 class Ledger:
@@ -96,9 +99,19 @@ class Ledger:
         cap = self.limits.request_tokens_max
         return whole if cap is None else min(cap, whole)
 
-    def never_fits(self, tokens: int) -> bool:
-        """The prompt leaves no place for even one answer token."""
-        return tokens + 1 > self.tokens_limit()
+    def can_fit(self, waiting: Waiting) -> bool:
+        """Whether the prompt can ever leave place for even one answer token.
+
+        An estimate is not proof: it is cut to what there is, and the runtime has the last word, unless it is beyond
+        what any estimate can be wrong by.
+        """
+        limit = self.tokens_limit()
+        if waiting.tokens < limit:
+            return True
+        if waiting.count_source is CountSource.EXACT or waiting.tokens > ESTIMATE_FACTOR_MAX * limit:
+            return False
+        waiting.tokens = limit - 1
+        return True
 
     def entitlement(self, tokens: int, tokens_max: int | None) -> int:
         """Pages of prompt and reserved answer, clamped to what can exist."""

@@ -23,7 +23,9 @@ class Submitted:
     ``keys`` name the full pages of the prompt in order (possibly fewer than ``tokens // page_tokens``: pages without
     a key are simply not shared). ``tokens`` is the prompt length, ``tokens_max`` the most answer tokens it may
     produce (None: the client set no limit). ``deadline`` is the absolute time at which a request that still waits is
-    refused. ``bytes`` is the size of the held body and counts against the queue's byte bound.
+    refused. ``arrived`` is when it came, which decides its place in the queue (None: now): counting takes time, and a
+    long prompt must not lose its place to a short one that came later. ``bytes`` is the size of the held body and
+    counts against the queue's byte bound.
     """
 
     rid: RequestId
@@ -35,6 +37,7 @@ class Submitted:
     client: str = ""
     bytes: int = 0
     count_source: CountSource = CountSource.ESTIMATED
+    arrived: float | None = None
 
 
 @frozen

@@ -145,13 +145,14 @@ class Scheduler:
     def _submitted(self, event: m.Submitted, now: float) -> None:
         if event.rid in self._queue or event.rid in self._running:
             raise AccountingBug(f"request {event.rid} was submitted twice")
-        waiting = Waiting.of(event, now, min(event.deadline, now + self.settings.wait_s_max), self._seq)
+        arrived = now if event.arrived is None else min(event.arrived, now)
+        waiting = Waiting.of(event, arrived, min(event.deadline, now + self.settings.wait_s_max), self._seq)
         self._seq += 1
         if self._closing:
             self._refuse(waiting, RefuseReason.CLOSING)
         elif self._refusing:
             self._refuse(waiting, RefuseReason.BACKEND_DOWN)
-        elif self._ledger is not None and self._ledger.never_fits(waiting.tokens):
+        elif self._ledger is not None and not self._ledger.can_fit(waiting):
             self._refuse(waiting, RefuseReason.TOO_LONG)
         else:
             waiting.handicap_s = self._handicap_s(waiting)
@@ -221,8 +222,8 @@ class Scheduler:
     def _turned_away_too_long(self, waiting: Waiting) -> bool:
         if self._ledger is None:
             return False
-        waiting.pages = self._ledger.entitlement(waiting.tokens, waiting.tokens_max)
-        if not self._ledger.never_fits(waiting.tokens):
+        if self._ledger.can_fit(waiting):
+            waiting.pages = self._ledger.entitlement(waiting.tokens, waiting.tokens_max)
             return False
         self._turn_away(waiting, RefuseReason.TOO_LONG)
         return True

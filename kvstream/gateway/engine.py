@@ -263,10 +263,12 @@ class Engine:
             tokens_max=answer_tokens(request.view), count_source=count.source, prompt=count)
         self._live[rid] = stream
         self._idle = trio.Event() if self._idle.is_set() else self._idle
+        # No client name here yet: the scheduler would share seats fairly between clients, and that is not promised
+        # before keys are checked (anybody could make up a second one). Prefixes are apart already, by their salt.
         self.post(Submitted(
             rid=rid, keys=count.keys, tokens=count.tokens, tokens_max=stream.tokens_max,
-            deadline=arrived + self.settings.wait_s_max, priority=priority, client=client, bytes=len(request.body),
-            count_source=count.source))
+            deadline=arrived + self.settings.wait_s_max, priority=priority, bytes=len(request.body),
+            count_source=count.source, arrived=arrived))
         try:
             yield stream
         finally:

@@ -3,10 +3,13 @@ the first KVStream."""
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
+from attrs import evolve
 
 from kvstream.core import messages as m
-from kvstream.core.types import EndReason, PoolMode
+from kvstream.core.types import CountSource, EndReason, PoolMode
 from tests.play import PAGE, Play, ended, limits, produced, submit
 
 CANCELLED, FAILED = EndReason.CANCELLED, EndReason.FAILED
@@ -247,3 +250,26 @@ def test_a_prefix_lives_from_its_last_use() -> None:
     play.at(349).step()
     assert play.free == 64
     assert play.scheduler.next_deadline() is None
+
+
+def test_a_request_that_took_long_to_count_keeps_its_place() -> None:
+    play = Play(seats=1)
+    play.step(submit(1, 16), expect=["admit 1"])
+    play.at(1).step(submit(3, 16))
+    play.at(1.5).step(evolve(submit(2, 16), arrived=0.5))
+    assert play.waiting == [2, 3]
+    assert play.see().waiting[0].age_s == 1.0
+
+
+def test_an_estimate_alone_does_not_call_a_prompt_too_long() -> None:
+    """Only the runtime knows; it gets all the room there is, unless the estimate is beyond all error."""
+    play = Play(backend=limits(pages=64, request_tokens_max=512))
+    guess = partial(evolve, count_source=CountSource.ESTIMATED)
+    exact = partial(evolve, count_source=CountSource.EXACT)
+    play.step(exact(submit(1, 600)), expect=["refuse 1 too_long tokens=600 limit=512"])
+    play.step(guess(submit(2, 600)), expect=["admit 2"])
+    play.step(guess(submit(3, 1025)), expect=["refuse 3 too_long tokens=1025 limit=512"])
+    play.step(ended(2))
+    play = Play(up=False)
+    play.step(guess(submit(1, 1500)))
+    play.at(1).step(m.BackendUp(play.backend), expect=["admit 1"])
