@@ -124,7 +124,11 @@ class App:
 
 
 class _Watched:
-    """``send``, and whether an answer has begun."""
+    """``send``, and whether an answer has begun.
+
+    The last message is shielded. While hypercorn handles it, it tells the app that the exchange is over, on which the
+    app's tasks are cancelled, this one too, and hypercorn would not come to start its timer for the idle connection.
+    """
 
     def __init__(self, send: Send) -> None:
         self._send = send
@@ -132,7 +136,9 @@ class _Watched:
 
     async def __call__(self, message: Message) -> None:
         self.started = True
-        await self._send(message)
+        last = message["type"] == "http.response.body" and not message.get("more_body", False)
+        with trio.CancelScope(shield=last):  # bounded: see ClientStream.send_all
+            await self._send(message)
 
 
 def host_name(host: str) -> str:
