@@ -165,6 +165,7 @@ class Server:
         self._context = WorkerContext(None)
         self._accepting = trio.CancelScope()
         self._open = 0
+        self._streams: set[ClientStream] = set()
         config = HypercornConfig()
         config.h11_max_incomplete_size = header_bytes_max
         config.include_server_header = False
@@ -186,7 +187,11 @@ class Server:
                 await trio.serve_listeners(
                     self._connection, self._listeners, handler_nursery=connections,
                     task_status=task_status)  # type: ignore[arg-type]
-            await trio.sleep_forever()
+            try:
+                await trio.sleep_forever()
+            finally:
+                for stream in self._streams:  # hypercorn shields its sends: a client that does not read would keep us
+                    stream.socket.close()
 
     async def stop_listening(self) -> None:
         """No new connections; idle ones are closed, those with a request go on."""
@@ -206,6 +211,7 @@ class Server:
         self._open += 1
         self._metrics.open_connections.inc()
         stream = ClientStream(inner, stall_s=self._stall_s, tolerate_half_close=self._tolerate)
+        self._streams.add(stream)
         state = ConnectionState(LifespanState())
         try:
             async with trio.open_nursery() as nursery:
@@ -215,6 +221,7 @@ class Server:
         except Exception:
             log.exception("bug while serving a connection; it was closed")  # one client's bytes must not end all others
         finally:
+            self._streams.remove(stream)
             self._open -= 1
             self._metrics.open_connections.dec()
 
