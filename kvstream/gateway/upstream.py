@@ -35,19 +35,17 @@ class HttpUpstream:
     def __init__(self, base_url: str, *, connect_s: float = 5.0, keepalive_expiry_s: float = 3.0) -> None:
         self.base_url = base_url.rstrip("/")
         self._connect_s = connect_s
-        self._transport = httpx.AsyncHTTPTransport(
-            trust_env=False,
-            limits=httpx.Limits(
-                max_connections=None, max_keepalive_connections=64, keepalive_expiry=keepalive_expiry_s
-            ),
-        )
+        self._pooled = _transport(httpx.Limits(
+            max_connections=None, max_keepalive_connections=64, keepalive_expiry=keepalive_expiry_s))
+        self._unpooled = _transport(httpx.Limits(max_connections=None, max_keepalive_connections=0))
 
     async def __aenter__(self) -> HttpUpstream:
         return self
 
     async def __aexit__(self, *exc: object) -> None:
         with trio.CancelScope(shield=True), trio.move_on_after(2):
-            await self._transport.aclose()
+            await self._pooled.aclose()
+            await self._unpooled.aclose()
 
     async def request(self, call: HttpCall, *, timeout_s: float) -> HttpReply:
         """See :meth:`ports.Upstream.request`. The answer may have at most 16 MiB."""
@@ -73,8 +71,9 @@ class HttpUpstream:
                 await response.aclose()
 
     async def _send(self, call: HttpCall) -> httpx.Response:
-        for attempt in (1, 2):
-            fresh = False
+        # Where one pooled connection is stale the others may be too: the second attempt never takes one.
+        for transport in (self._pooled, self._unpooled):
+            fresh = transport is self._unpooled
 
             async def trace(event: str, _info: Any) -> None:
                 nonlocal fresh
@@ -90,7 +89,7 @@ class HttpUpstream:
                             "trace": trace},
             )
             try:
-                return await self._transport.handle_async_request(request)
+                return await transport.handle_async_request(request)
             except httpx.ConnectTimeout as error:
                 raise BackendTimeoutError(
                     f"no connection to {self.base_url} within {self._connect_s:g} s; is that address right?"
@@ -101,7 +100,7 @@ class HttpUpstream:
                     retry_after_s=2,
                 ) from error
             except _NEVER_READ as error:
-                if fresh or attempt == 2:
+                if fresh:
                     raise BackendUnavailableError(
                         f"the backend at {self.base_url} closed the connection without an answer ({_cause(error)})",
                         retry_after_s=2,
@@ -129,6 +128,10 @@ class HttpxResponse:
         except httpx.HTTPError as error:
             raise StreamTruncatedError(f"the backend broke off its answer ({_cause(error)})") from error
         return b""
+
+
+def _transport(limits: httpx.Limits) -> httpx.AsyncHTTPTransport:
+    return httpx.AsyncHTTPTransport(trust_env=False, limits=limits)
 
 
 def _cause(error: BaseException) -> str:
