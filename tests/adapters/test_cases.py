@@ -232,7 +232,7 @@ def test_case_21_the_last_frame_without_its_blank_line_counts_but_half_a_frame_d
         assert [type(event) for event in events[1:]] == [Delta, Finished, Done]
         assert events[1].raw == ending  # completed, or a client would not see it
     for cut in range(3, len(ending)):
-        assert isinstance(decode(chunk("a"), ending[:-cut])[-1], Failed)
+        assert decode(chunk("a"), ending[:-cut]) == decode(chunk("a"))
     for cut in (1, 2):
         assert decode(chunk("a"), ending, DONE[:-cut])[-1] == Done(DONE)
     assert decode(chunk("a"), ending, DONE[:-3])[-1] == Done(DONE, synthesised=True)

@@ -62,6 +62,7 @@ def test_for_a_client_that_streams_it_is_re_emitted_as_chunks_that_mean_the_same
     assert assembler.result() == ANSWER
     assert [event.index for event in again if isinstance(event, Finished)] == [0, 1]
     assert again[-1] == Done(b"data: [DONE]\n\n") and sum(isinstance(e, Usage) and e.standalone for e in again) == 1
+    assert b'"tool_calls":[{"index":0,"id":"t"' in body  # chunks number their calls, whole answers do not
     assert b"chat.completion.chunk" in body and b'"object":"chat.completion"' not in body
 
 
