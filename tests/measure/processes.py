@@ -136,13 +136,13 @@ def bare_proxy(folder: Path, backend: Child) -> contextlib.AbstractContextManage
     return running("bare", argv, port, ANY_PATH, folder)
 
 
-def kvstream(folder: Path, backend: Child, kind: str, *flags: str, watched: bool = False,
+def kvstream(folder: Path, backend: Child, kind: str, *, watched: bool = False, env: dict[str, str] | None = None,
              ) -> contextlib.AbstractContextManager[Child]:
     """KVStream as a user starts it: defaults, its log (level INFO) into a file. ``watched``: see watched_gateway.py."""
     port = free_port()
     program = [str(HERE / "watched_gateway.py")] if watched else ["-m", "kvstream", "serve"]
-    argv = [sys.executable, *program, "--backend", kind, "--backend-url", backend.url, "--port", str(port), *flags]
-    return running("kvstream", argv, port, "/ready", folder, pipes=watched)
+    argv = [sys.executable, *program, "--backend", kind, "--backend-url", backend.url, "--port", str(port)]
+    return running("kvstream", argv, port, "/ready", folder, env=environment() | (env or {}), pipes=watched)
 
 
 def litellm(folder: Path, backend: Child, executable: str) -> contextlib.AbstractContextManager[Child]:

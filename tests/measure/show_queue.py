@@ -25,7 +25,8 @@ from rich.progress import Progress
 
 SLOTS, CONTEXT = 4, 2048
 SAMPLE_S = 0.05
-TOKENS_MIN, TOKENS_STEP = 16, 5  # answers of different lengths, so that slots do not come free in step
+PATIENT = {"KVSTREAM_SCHEDULER__MAX_WAIT_S": "3600"}
+TOKENS_MIN, TOKENS_STEP = 8, 4  # answers of different lengths, so that slots do not come free in step
 
 
 @define
@@ -40,8 +41,15 @@ class Run:
 
     @property
     def promised(self) -> list[str]:
-        """The fullest queue that was seen, behind those that were admitted before it and need no promise."""
-        return max(self.positions, key=len, default=[])
+        """The order that the positions add up to. ``/status`` shows the head of the queue, so looks are put together:
+        whoever comes into view later stands behind those seen before."""
+        return list(dict.fromkeys(name for look in self.positions for name in look))
+
+    @property
+    def overtaken(self) -> int:
+        """Pairs that one look showed in this order and a later one in the other."""
+        place = {name: number for number, name in enumerate(self.promised)}
+        return sum(inversions([place[name] for name in look]) for look in self.positions)
 
     def order(self) -> list[tuple[str, int]]:
         """(request id, place by the moment of sending), in the order of first tokens. Forty tasks that start at once
@@ -146,7 +154,8 @@ def main() -> int:
     args = arguments()
     page = Page("queue")
     with workplace() as folder, llama(folder, "-np", str(SLOTS), "-c", str(SLOTS * CONTEXT), "-b", "512") as runtime:
-        with kvstream(folder, runtime, "llamacpp") as gateway, progress() as show:
+        # On a slow machine the last of forty waits longer than the default lets it, and that is not the question here.
+        with kvstream(folder, runtime, "llamacpp", env=PATIENT) as gateway, progress() as show:
             runs = trio.run(both, runtime, gateway, args.clients, args.repeats, show)
     page.data["runs"] = [{"way": r.way, "took_s": r.took_s, "deferred": r.deferred, "promised": r.promised,
                           "order": r.order(), "outcomes": [a.outcome for a in r.answers]} for r in runs]
@@ -160,6 +169,8 @@ def main() -> int:
     page.bar("every client is served", f"{served} of {all_of_them}", served == all_of_them)
     broken = sum(kept_promise(r)[0] for r in ours)
     page.bar("first tokens in the order of the positions shown", f"{broken} inversions", broken == 0)
+    overtaken = sum(r.overtaken for r in ours)
+    page.bar("nobody is overtaken from one look to the next", f"{overtaken} pairs", overtaken == 0)
     return page.close(args.json)
 
 
