@@ -126,7 +126,10 @@ def test_configuration_only_narrows() -> None:
 def test_pages_do_not_straddle_slots_and_a_tiny_pool_has_one() -> None:
     assert llama(SPLIT, CapacityQuery(page_tokens=1500))[0].limits.pages == 4
     report, _ = llama(UNIFIED, CapacityQuery(page_tokens=5000))
-    assert report.limits.pages == 1 and "below one page" in report.notes[0]def test_a_restart_is_seen() -> None:
+    assert report.limits.pages == 1 and "below one page" in report.notes[0]
+
+
+def test_a_restart_is_seen() -> None:
     first = llama()[0].instance
     again = HttpReply(200, {**METRICS.headers, "process-start-time-unix": "7"}, METRICS.body)
     report, _ = ask(LlamaCppBackend("http://h"), {"props": PROPS, "slots": SLOTS, "metrics": again, "probe": SPLIT})
