@@ -67,6 +67,8 @@ class App:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
+            if scope["type"] == "websocket":
+                await send({"type": "websocket.close"})  # before it was accepted: a 403
             return
         self.active += 1
         answer = _Watched(send)

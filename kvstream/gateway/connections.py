@@ -151,6 +151,21 @@ class ClientStream(trio.abc.HalfCloseableStream):
         await self._inner.aclose()
 
 
+class _Connection(TCPServer):
+    """hypercorn's connection, whose idle timer (75 s) does not outlive a client that has gone."""
+
+    _over = False
+
+    async def _read_data(self) -> None:
+        await super()._read_data()
+        self._over = True
+        await self.idle_task.stop()
+
+    async def _idle_timeout(self) -> None:
+        if not self._over:
+            await super()._idle_timeout()
+
+
 class Server:
     """The listening side. ``run`` serves until cancelled; ``stop_listening`` closes the listeners at once."""
 
@@ -216,7 +231,7 @@ class Server:
         try:
             async with trio.open_nursery() as nursery:
                 nursery.start_soon(_cancel_when_gone, stream, nursery.cancel_scope)
-                await TCPServer(stream.noting_ends(self._app), self._config, self._context, state, stream)  # type: ignore[arg-type]
+                await _Connection(stream.noting_ends(self._app), self._config, self._context, state, stream)  # type: ignore[arg-type]
                 nursery.cancel_scope.cancel()
         except Exception:
             log.exception("bug while serving a connection; it was closed")  # one client's bytes must not end all others
