@@ -1,0 +1,104 @@
+"""More clients than slots: the queue is ours, its order is the promised one, and llama.cpp's own stays empty."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import trio
+
+from tests.e2e.conftest import Start
+from tests.e2e.process import GatewayProcess
+from tests.e2e.requests import busy, chat, finish, ids, parse, post, whole
+from tests.fakes.client import RawResponse
+from tests.fakes.real import RealLlama
+
+SEATS = 4
+
+
+class Watch:
+    """Samples llama.cpp's hidden queue and the order in which requests came to hold a seat."""
+
+    def __init__(self, gateway: GatewayProcess, llama: RealLlama) -> None:
+        self.gateway, self.llama = gateway, llama
+        self.deferred: list[float] = []
+        self.seats: list[int] = []
+        self.order: list[str] = []
+
+    async def run(self) -> None:
+        while True:
+            self.deferred.append(await self.llama.metric("requests_deferred"))
+            status = await self.gateway.status()
+            self.seats.append(status["seats"]["used"])
+            for entry in status["running"]:
+                if entry["id"] not in self.order:
+                    self.order.append(entry["id"])
+            await trio.sleep(0.01)
+
+
+async def read(response: RawResponse, done: dict[str, Any]) -> None:
+    await response.read_head()
+    events = [parse(event) for event in await response.read_events()]
+    done[response.headers["x-request-id"]] = finish(events)
+    await response.close()
+
+
+async def test_twelve_clients_on_four_slots(gateway: GatewayProcess, llama: RealLlama) -> None:
+    await gateway.settled()
+    watch, done = Watch(gateway, llama), {}
+    names: list[str] = []
+    async with trio.open_nursery() as watching:
+        watching.start_soon(watch.run)
+        async with trio.open_nursery() as clients:
+            for i in range(12):
+                response = await post(gateway.port, ids(8, 60, first=500 + i))
+                await gateway.until(lambda status, i=i: len(_all(status, watch)) == i + 1)
+                names.append((_all(await gateway.status(), watch) - set(names)).pop())
+                clients.start_soon(read, response, done)
+        watching.cancel_scope.cancel()
+    assert set(done.values()) == {"length"} and len(done) == 12
+    assert watch.order == names, "admitted in another order than they came"
+    assert max(watch.seats) == SEATS
+    assert len(watch.deferred) > 10 and set(watch.deferred) == {0.0}
+
+
+def _all(status: dict[str, Any], watch: Watch) -> set[str]:
+    """Everyone seen so far, running, waiting or gone."""
+    return {e["id"] for e in (*status["running"], *status["queue"]["requests"])} | set(watch.order)
+
+
+async def test_sjf_lets_short_requests_before_long_ones(llama: RealLlama, start: Start) -> None:
+    with start(llama.base_url, scheduler__priority="sjf") as gateway:
+        holders = [await post(gateway.port, ids(4, 1500, first=600 + i)) for i in range(SEATS)]
+        await busy(llama, SEATS)
+        long = await post(gateway.port, chat("a long story", 900))
+        await gateway.queued(1)
+        short = await post(gateway.port, chat("a short one", 2))
+        await gateway.queued(2)
+        queue = (await gateway.status())["queue"]["requests"]
+        await holders[0].close()
+        await short.read_head()
+        assert short.headers["x-request-id"] == queue[0]["id"]
+        assert [parse(event) for event in await short.read_events()][-1] is None
+        for response in (*holders, long, short):
+            await response.close()
+        await gateway.settled(15)
+    await busy(llama, 0)
+
+
+async def test_a_full_queue_answers_at_once_with_retry_after(llama: RealLlama, start: Start) -> None:
+    with start(llama.base_url, scheduler__max_queue="1", scheduler__max_batch_size="1") as gateway:
+        holder = await post(gateway.port, chat("hold the seat", 1500))
+        await gateway.running(1)
+        waiting = await post(gateway.port, chat("wait", 2))
+        await gateway.queued(1)
+        refused = await (await post(gateway.port, chat("too many", 2))).read_head()
+        error = (await refused.read_json())["error"]
+        assert (refused.status, error["code"]) == (429, "queue_full")
+        assert int(refused.headers["retry-after"]) >= 1
+        await holder.close()
+        assert (await waiting.read_head()).status == 200
+        await waiting.read_all()
+        assert finish(await whole(gateway.port, chat("room again", 2))) == "length"
+        for response in (waiting, refused):
+            await response.close()
+    await busy(llama, 0)
