@@ -41,15 +41,18 @@ class Run:
 
     @property
     def promised(self) -> list[str]:
-        """The order that the positions add up to. ``/status`` shows the head of the queue, so looks are put together:
-        whoever comes into view later stands behind those seen before."""
-        return list(dict.fromkeys(name for look in self.positions for name in look))
+        """The last of the fullest looks: until then somebody whose prompt was still being counted, and who came before,
+        may have taken the place kept for him."""
+        return max(reversed(self.positions), key=len, default=[])
 
     @property
     def overtaken(self) -> int:
-        """Pairs that one look showed in this order and a later one in the other."""
-        place = {name: number for number, name in enumerate(self.promised)}
-        return sum(inversions([place[name] for name in look]) for look in self.positions)
+        """Pairs that changed places from one look to the next."""
+        pairs = 0
+        for before, after in zip(self.positions, self.positions[1:], strict=False):
+            place = {name: number for number, name in enumerate(before)}
+            pairs += inversions([place[name] for name in after if name in place])
+        return pairs
 
     def order(self) -> list[tuple[str, int]]:
         """(request id, place by the moment of sending), in the order of first tokens. Forty tasks that start at once
