@@ -37,6 +37,8 @@ PROBE = b"HTTP/1.1 102 Processing\r\n\r\n"
 GONE_POLL_S = 0.05
 UNREAD_POLL_S = 0.2
 BACKLOG = 512
+# HTTP/2 has no half-close of connections and no interim answer to probe with: there a FIN is a disconnect.
+_HTTP2, _SWITCHING = b"PRI * HTTP/2.0", b"HTTP/1.1 101"
 _TCP_CLOSE, _TCP_CLOSE_WAIT = 7, 8
 
 FULL = (b"HTTP/1.1 503 Service Unavailable\r\ncontent-type: application/json\r\nretry-after: 2\r\nconnection: close\r\n"
@@ -62,6 +64,8 @@ class ClientStream(trio.abc.HalfCloseableStream):
 
     async def send_all(self, data: bytes | bytearray | memoryview) -> None:
         self._answering = self._sending = True
+        if data[:12] == _SWITCHING:
+            self._tolerate = False
         try:
             with trio.move_on_after(self._stall_s) as waited:
                 await self._inner.send_all(data)
@@ -81,6 +85,8 @@ class ClientStream(trio.abc.HalfCloseableStream):
             if data:
                 self._answering = False
                 self._owing = True
+                if data[:14] == _HTTP2:
+                    self._tolerate = False
                 self._handed.set()
             elif self._tolerate:
                 await self._wait_gone()
