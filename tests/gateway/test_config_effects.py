@@ -745,7 +745,8 @@ async def test_a_small_request_passes_a_head_that_does_not_fit(
     autojump_clock: Any, on: bool, expected: list[str]
 ) -> None:
     async with front({"scheduler.backfill": on}, n_ctx=1024, unified=True, answer_tokens=None) as gw:
-        assert await order_of(gw, ("big", 900), ("small", 20)) == expected
+        # "big" leaves no room for "small" beside it: what is admitted in one step starts in any order
+        assert await order_of(gw, ("big", 990), ("small", 20)) == expected
 
 
 # --- prefix cache -----------------------------------------------------------------------------------------------------
