@@ -14,7 +14,6 @@ from typing import Any
 import trio
 from attrs import frozen
 
-from ..adapters.assemble import Assembler
 from ..adapters.base import Delta, Done, Failed, UpstreamEvent, Usage
 from ..errors import BackendProtocolError, KVStreamError
 from .asgi import (
@@ -102,7 +101,7 @@ class Proxy:
 
     async def _answer_whole(self, stream: Stream, send: Send, headers: Headers) -> None:
         """Assemble a streamed answer for a client that wants it in one piece."""
-        assembler = Assembler(stream.request.route)
+        assembler = self._engine.adapter.assembler(stream.request)
         size = 0
         whole: bytes | None = None
         while events := await stream.get():
@@ -116,10 +115,14 @@ class Proxy:
                     f"the answer is larger than upstream.answer_bytes_max = {self._settings.answer_bytes_max} bytes")
         if stream.usage is None:
             headers.append((b"x-kvstream-usage", b"estimated"))
-        await send_json(send, 200, whole if whole is not None else _with_usage(assembler.result(), stream), headers)
+        await send_json(send, 200, whole if whole is not None else _completed(assembler.result(), stream), headers)
 
 
-def _with_usage(answer: dict[str, Any], stream: Stream) -> dict[str, Any]:
+def _completed(answer: dict[str, Any], stream: Stream) -> dict[str, Any]:
+    """The assembled answer, with what its stream could not bring: estimated usage, or the end that we gave it."""
+    if stream.truncated:
+        for choice in answer.get("choices", ()):
+            choice["finish_reason"] = choice.get("finish_reason") or "length"
     return answer if answer.get("usage") else answer | {"usage": usage_numbers(stream)}
 
 

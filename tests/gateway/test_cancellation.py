@@ -122,6 +122,30 @@ async def test_leaving_with_a_full_buffer(autojump_clock: trio.abc.Clock) -> Non
         await lane.until_empty(within_s=1.0)
 
 
+async def test_a_blocked_pump_is_no_proof_that_its_slot_works(autojump_clock: trio.abc.Clock) -> None:
+    async with open_lane(settings(buffer_bytes=600), answer_tokens=200) as lane:
+        async with lane.engine.open_stream(request()) as stream:
+            await stream.get()
+            assert lane.engine.slot_view().started == {stream.rid}
+            await trio.sleep(2)
+            assert lane.engine.slot_view().started == set()
+
+
+async def test_leaving_is_booked_by_phase(autojump_clock: trio.abc.Clock) -> None:
+    async with open_lane(slots=1, decode_rate=10, answer_tokens=100, prefill_rate=10) as lane:
+        async def leave_after(seconds: float, stream: bool) -> None:
+            with trio.move_on_after(seconds):
+                await chat(lane, "a prompt of six words, maybe", stream=stream)
+            await trio.sleep(3)
+
+        for seconds, stream in ((0.3, True), (10.0, True), (10.0, False)):
+            await leave_after(seconds, stream)
+        booked = {
+            phase: lane.metrics.cancelled.labels(phase)._value.get()
+            for phase in ("queued", "prefill", "streaming", "non_stream")}
+        assert booked == {"queued": 0, "prefill": 1, "streaming": 1, "non_stream": 1}
+
+
 async def test_a_reader_that_stalls_gives_its_seat_back(autojump_clock: trio.abc.Clock) -> None:
     async with open_lane(settings(buffer_bytes=600, times={"stall_s": 3}), answer_tokens=200) as lane:
         async with lane.engine.open_stream(request()) as stream:

@@ -1,0 +1,114 @@
+"""When a draining seat is free: the counting of ``BackendWatcher``, case by case, with nothing else around it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+
+import trio
+from attrs import define, evolve, field
+
+from kvstream.adapters import LlamaCppBackend
+from kvstream.adapters.base import CapacityQuery, HttpCall, HttpReply
+from kvstream.core.messages import Event
+from kvstream.core.types import RequestId
+from kvstream.errors import BackendTimeoutError
+from kvstream.gateway.health import BackendWatcher, SlotView
+
+A, B, C, D = (RequestId(n) for n in range(1, 5))
+
+
+@define
+class Scene:
+    """A runtime in which ``working`` slots are busy, and an engine with these streams. Both may change on a look."""
+
+    working: int | None
+    started: set[RequestId]
+    draining: dict[RequestId, bool]  # rid -> headers had come
+    freed: list[tuple[RequestId, bool]] = field(factory=list)
+    on_look: Callable[[], None] = lambda: None
+    busy: bool = True
+    last_progress: float = 0.0
+
+    def post(self, event: Event) -> None: ...
+
+    async def recount_waiting(self) -> None: ...
+
+    def slot_view(self) -> SlotView:
+        return SlotView(frozenset(self.started), tuple((rid, ans, 0.0) for rid, ans in self.draining.items()))
+
+    def seat_idle(self, rid: RequestId, *, capped: bool) -> None:
+        del self.draining[rid]
+        self.freed.append((rid, capped))
+
+    async def request(self, call: HttpCall, *, timeout_s: float) -> HttpReply:
+        assert call.path == "/slots"
+        await trio.lowlevel.checkpoint()
+        if self.working is None:
+            raise BackendTimeoutError("no answer")
+        slots = [{"id": n, "id_task": n, "is_processing": n < self.working} for n in range(8)]
+        trio.lowlevel.current_trio_token().run_sync_soon(self.on_look)
+        return HttpReply(200, {}, json.dumps(slots).encode())
+
+    async def look(self, times: int = 1) -> list[RequestId]:
+        watcher = BackendWatcher(
+            LlamaCppBackend(base_url="http://fake"), self, self, CapacityQuery(page_tokens=16),  # type: ignore[arg-type]
+            interval_s=1, load_timeout_s=1, idle_poll_s=0.05, idle_s_max=30)
+        seen: frozenset[RequestId] = frozenset()
+        for _ in range(times):
+            seen = await watcher._sample(seen)
+        return [rid for rid, _ in self.freed]
+
+
+async def test_a_slot_that_works_is_not_freed(autojump_clock: trio.abc.Clock) -> None:
+    assert await Scene(1, set(), {D: True}).look() == []
+    assert await Scene(3, {A, B}, {D: True}).look() == []
+
+
+async def test_an_idle_slot_is_freed_at_the_first_look(autojump_clock: trio.abc.Clock) -> None:
+    assert await Scene(0, set(), {D: True}).look() == [D]
+    assert await Scene(2, {A, B}, {D: True}).look() == [D]
+
+
+async def test_of_two_draining_one_is_idle(autojump_clock: trio.abc.Clock) -> None:
+    scene = Scene(1, set(), {C: True, D: True})
+    assert await scene.look() == [C]
+    assert await scene.look(3) == [C], "the other still works"
+    scene.working = 0
+    assert await scene.look() == [C, D]
+
+
+async def test_a_request_on_its_way_to_a_slot_never_hides_a_draining_one(autojump_clock: trio.abc.Clock) -> None:
+    """A (not started: no headers yet) may be what keeps a slot busy; then D is freed once A's headers are here."""
+    scene = Scene(1, set(), {D: True})
+    assert await scene.look() == []
+    scene.started = {A}
+    assert await scene.look() == [D]
+
+
+async def test_a_stream_that_ended_while_we_looked_proves_nothing(autojump_clock: trio.abc.Clock) -> None:
+    """The runtime had finished A before it answered; its last bytes reach us a moment later. The busy slot is D's."""
+    scene = Scene(1, {A}, {D: True})
+    scene.on_look = scene.started.clear
+    assert await scene.look() == []
+
+
+async def test_a_stream_that_started_while_we_looked_proves_nothing(autojump_clock: trio.abc.Clock) -> None:
+    scene = Scene(1, set(), {D: True})
+    scene.on_look = lambda: scene.started.add(A)
+    assert await scene.look() == []
+
+
+async def test_without_headers_it_must_look_idle_twice(autojump_clock: trio.abc.Clock) -> None:
+    """Its call may still be on its way: idle now does not mean idle in a moment."""
+    scene = Scene(0, set(), {D: False})
+    assert await scene.look(1) == []
+    assert await evolve(scene, freed=[]).look(2) == [D]
+
+
+async def test_a_runtime_that_does_not_answer_frees_nothing_before_the_cap(autojump_clock: trio.abc.Clock) -> None:
+    scene = Scene(None, set(), {D: True})
+    assert await scene.look() == []
+    await trio.sleep(31)
+    await scene.look()
+    assert scene.freed == [(D, True)]
