@@ -47,6 +47,7 @@ HOMES = {
     "rich": r"cli\w*|gateway\.(statusview|dashboard|demo)|bench\..*",
     "tomli": r"config(_\w+)?", "cattrs": r"config(_\w+)?",
     "httpx": r"gateway\.(upstream|statusview)|bench\..*",
+    "httpcore": r"gateway\.upstream",
     "quart": r"gateway\.app\w*", "quart_trio": r"gateway\.app\w*", "werkzeug": r"gateway\.app\w*",
     "hypercorn": r"gateway\.(serve|connections)",
     "h11": r"gateway\.connections", "wsproto": r"(?!)",

@@ -5,15 +5,18 @@ between the runtime's bytes and ours, and a call costs less. Foreign exceptions 
 
 Stale connections: llama.cpp closes an idle connection after 5 s, so pooled ones expire after 3 s. A close can still
 cross a request on its way. Then, if the connection was a reused one and not one byte of an answer came, the request was
-never read, and is sent once more on a fresh connection; after the first byte nothing is ever repeated.
+never read, and is sent once more on a fresh connection; after the first byte nothing is ever repeated. Whether a byte
+came, httpcore does not tell apart from a head that broke off, so the bytes are counted below it.
 """
 
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
+from contextvars import ContextVar
 from typing import Any
 
+import httpcore
 import httpx
 import trio
 
@@ -35,9 +38,10 @@ class HttpUpstream:
     def __init__(self, base_url: str, *, connect_s: float = 5.0, keepalive_expiry_s: float = 3.0) -> None:
         self.base_url = base_url.rstrip("/")
         self._connect_s = connect_s
+        self._account: Account = ContextVar("bytes seen of an answer")
         self._pooled = _transport(httpx.Limits(
-            max_connections=None, max_keepalive_connections=64, keepalive_expiry=keepalive_expiry_s))
-        self._unpooled = _transport(httpx.Limits(max_connections=None, max_keepalive_connections=0))
+            max_connections=None, max_keepalive_connections=64, keepalive_expiry=keepalive_expiry_s), self._account)
+        self._unpooled = _transport(httpx.Limits(max_connections=None, max_keepalive_connections=0), self._account)
 
     async def __aenter__(self) -> HttpUpstream:
         return self
@@ -88,6 +92,8 @@ class HttpUpstream:
                 extensions={"timeout": {"connect": self._connect_s, "read": None, "write": None, "pool": None},
                             "trace": trace},
             )
+            seen = _Seen()
+            self._account.set(seen)
             try:
                 return await transport.handle_async_request(request)
             except httpx.ConnectTimeout as error:
@@ -100,7 +106,7 @@ class HttpUpstream:
                     retry_after_s=2,
                 ) from error
             except _NEVER_READ as error:
-                if fresh:
+                if fresh or seen.bytes:
                     raise BackendUnavailableError(
                         f"the backend at {self.base_url} closed the connection without an answer ({_cause(error)})",
                         retry_after_s=2,
@@ -130,8 +136,59 @@ class HttpxResponse:
         return b""
 
 
-def _transport(limits: httpx.Limits) -> httpx.AsyncHTTPTransport:
-    return httpx.AsyncHTTPTransport(trust_env=False, limits=limits)
+class _Seen:
+    """How many bytes of an answer the current task's request has received."""
+
+    bytes = 0
+
+
+Account = ContextVar[_Seen]
+
+
+class _CountingStream(httpcore.AsyncNetworkStream):
+    """A connection that counts what it reads, in the account of whoever reads it."""
+
+    def __init__(self, inner: httpcore.AsyncNetworkStream, account: Account) -> None:
+        self._inner = inner
+        self._account = account
+
+    async def read(self, max_bytes: int, timeout: float | None = None) -> bytes:
+        data = await self._inner.read(max_bytes, timeout)
+        seen = self._account.get(None)
+        if seen is not None:
+            seen.bytes += len(data)
+        return data
+
+    async def write(self, buffer: bytes, timeout: float | None = None) -> None:
+        await self._inner.write(buffer, timeout)
+
+    async def aclose(self) -> None:
+        await self._inner.aclose()
+
+    async def start_tls(self, *args: Any, **options: Any) -> httpcore.AsyncNetworkStream:
+        return _CountingStream(await self._inner.start_tls(*args, **options), self._account)
+
+    def get_extra_info(self, info: str) -> Any:
+        return self._inner.get_extra_info(info)
+
+
+class _CountingBackend(httpcore.AsyncNetworkBackend):
+    def __init__(self, account: Account) -> None:
+        self._inner = httpcore.TrioBackend()
+        self._account = account
+
+    async def connect_tcp(self, *args: Any, **options: Any) -> httpcore.AsyncNetworkStream:
+        return _CountingStream(await self._inner.connect_tcp(*args, **options), self._account)
+
+    async def sleep(self, seconds: float) -> None:
+        await self._inner.sleep(seconds)
+
+
+def _transport(limits: httpx.Limits, account: Account) -> httpx.AsyncHTTPTransport:
+    transport = httpx.AsyncHTTPTransport(trust_env=False, limits=limits)
+    # httpx passes every option of its pool through but this one; a test holds that the name is still right.
+    transport._pool._network_backend = _CountingBackend(account)
+    return transport
 
 
 def _cause(error: BaseException) -> str:
