@@ -7,13 +7,14 @@ and ``/status`` of KVStream are read every 10 ms:
 
 queued      four other streams hold the slots. There is no slot to wait for: until the request is gone from ``/status``;
             the runtime's prompt counters show that it never saw it.
-prefill     at the prompt, about 1500 tokens of noise, always new. The runtime ends its batch first, then looks.
+prefill     at the prompt, about 1300 tokens of noise, always new. The runtime ends its batch first, then looks.
+            ``/slots`` is read less than once a second: every answer of the runtime to anybody restarts the second
+            after which it looks whether a client without an answer is still there.
 streaming   after some tokens.
 non_stream  the same for a client that wants its answer in one piece.
 
 ``direct`` is the same call without KVStream, in turn. For ``non_stream`` it is the known trap: while another slot
-streams, the runtime never notices and computes to the end. There ``/slots`` is read less than once a second, because
-reading it faster would cause just that.
+streams, the runtime never notices and computes to the end. There too ``/slots`` is read less than once a second.
 """
 
 from __future__ import annotations
@@ -114,8 +115,8 @@ async def seats(bench: Bench) -> int:
     return used["used"] + used["draining"]
 
 
-async def note_close(bench: Bench, way: str, phase: str, connection: Connection) -> None:
-    """Close, and measure both sides at once."""
+async def note_close(bench: Bench, way: str, phase: str, connection: Connection, slots_s: float = POLL_S) -> None:
+    """Close, and measure both sides at once. ``slots_s`` is the time between two looks at the slots."""
     found: dict[str, float] = {}
 
     async def slot_idle() -> bool:
@@ -124,15 +125,16 @@ async def note_close(bench: Bench, way: str, phase: str, connection: Connection)
     async def seat_free() -> bool:
         return await seats(bench) == 0
 
-    async def measure(name: str, done: Callable[[], Awaitable[bool]]) -> None:
-        found[name] = await since(start, done)
+    async def measure(name: str, done: Callable[[], Awaitable[bool]], pause_s: float) -> None:
+        await trio.sleep(pause_s)
+        found[name] = await since(start, done, pause_s)
 
     connection.close()
     start = trio.current_time()
     async with trio.open_nursery() as nursery:
-        nursery.start_soon(measure, "slot", slot_idle)
+        nursery.start_soon(measure, "slot", slot_idle, slots_s)
         if way == "kvstream":
-            nursery.start_soon(measure, "seat", seat_free)
+            nursery.start_soon(measure, "seat", seat_free, POLL_S)
     bench.closed.append(Closed(way, phase, found["slot"], found.get("seat")))
 
 
@@ -208,7 +210,7 @@ async def close_prefill(bench: Bench, repeats: int, step: Callable[[], None]) ->
                 await connection.send("POST", CHAT, json.dumps(body).encode())
                 await until(at_work)
                 await trio.sleep(PREFILL_HEAD_START_S)
-                await note_close(bench, way, "prefill", connection)
+                await note_close(bench, way, "prefill", connection, SLOW_POLL_S)
             await settle(bench)
         step()
 
