@@ -93,7 +93,8 @@ class UpstreamConfig:
     answer_bytes_max: int = key(64 * 2**20, "Largest assembled non-stream answer.", unit="bytes", low=1024)
     forward_authorization: bool = key(True, "Pass the client's Authorization header on when backend.api_key is empty.")
     health_interval_s: float = key(2.0, "Time between two health checks of the runtime.", unit="seconds", low=0.01)
-    slot_idle_poll_s: float = key(0.05, "After a cancel, time between two looks whether the slot is idle.",
+    slot_idle_poll_s: float = key(0.05, "After a cancel, time between two looks whether the slot is idle; 1.25 s at "
+                                  "least while it reads a prompt (more would keep llama.cpp from noticing).",
                                   unit="seconds", low=0.001)
     slot_idle_s_max: float = key(30.0, "After a cancel, count the slot as busy for at most this long.", unit="seconds")
     count_timeout_s: float = key(5.0, "Time to count a prompt's tokens at the runtime before estimating.",

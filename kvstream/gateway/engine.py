@@ -46,7 +46,7 @@ from ..errors import BackendLoadingError, BackendUnavailableError, KVStreamError
 from .buffer import EventBuffer
 from .count import MESSAGE_TOKENS, PromptCount, count_exact, keys_of_ids, keys_of_text
 from .failures import error_of_refusal
-from .health import BackendWatcher, SlotView
+from .health import BackendWatcher, DrainingSeat, SlotView
 from .logs import log_request
 from .metrics import Metrics
 from .ports import Upstream
@@ -98,7 +98,7 @@ class Engine:
         self._wake = trio.Event()
         self._streams: trio.Nursery | None = None
         self._live: dict[RequestId, Stream] = {}
-        self._draining: dict[RequestId, tuple[bool, float]] = {}
+        self._draining: dict[RequestId, DrainingSeat] = {}
         self._next_rid = 0
         self._usage_refused = False
         self._idle = trio.Event()
@@ -226,7 +226,8 @@ class Engine:
             self._idle.set()
         draining = stream.sent and not stream.completed and self.adapter.capabilities.slots_visible
         if draining:
-            self._draining[stream.rid] = (stream.answered, stream.ended)
+            self._draining[stream.rid] = DrainingSeat(
+                stream.rid, stream.answered, stream.first_token is not None, stream.ended)
             self.watcher.slots_wanted.set()
         if refused is None:
             tokens = stream.usage.completion if stream.usage else None
@@ -336,16 +337,16 @@ class Engine:
         """See :class:`health.SlotView`."""
         return SlotView(
             frozenset(rid for rid, s in self._live.items() if s.answered and not s.completed and not s.blocked),
-            tuple((rid, answered, since) for rid, (answered, since) in self._draining.items()))
+            tuple(self._draining.values()))
 
     def seat_idle(self, rid: RequestId, *, capped: bool) -> None:
         """A draining request's slot is idle, or has been given up waiting for (``capped``)."""
-        answered_since = self._draining.pop(rid, None)
-        if answered_since is None:
+        seat = self._draining.pop(rid, None)
+        if seat is None:
             return
         if capped:
             log.warning("request %d: its slot did not become idle within upstream.slot_idle_s_max", rid)
-        self.metrics.drained(trio.current_time() - answered_since[1], capped=capped)
+        self.metrics.drained(trio.current_time() - seat.since, capped=capped)
         self.post(SeatIdle(rid))
 
     @property

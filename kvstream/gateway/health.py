@@ -34,6 +34,10 @@ PROBE_TIMEOUT_S = 3.0
 CAPACITY_TIMEOUT_S = 5.0
 IDLE_FACTOR = 5
 SAMPLE_SETTLE_S = 0.01
+# llama.cpp looks for a departed client after a second without any result in its queue, and an answer of /slots is one.
+# While a prompt is read there are no others, so looking more often keeps the cancelled prefill going to its end
+# (measured: 1,276 of 1,300 tokens computed when asked every 50 ms, 512, one batch, when asked every 1.5 s).
+PREFILL_POLL_S_MIN = 1.25
 RECOUNT_S_MAX = 10.0
 
 
@@ -48,12 +52,25 @@ class BackendState:
 
 
 @frozen
+class DrainingSeat:
+    """A request that ended at our side while the runtime may be at work on it, since Trio time ``since``.
+
+    ``answered``: its headers had come. ``flowing``: so had its first token; until then the runtime is at the prompt.
+    """
+
+    rid: RequestId
+    answered: bool
+    flowing: bool
+    since: float
+
+
+@frozen
 class SlotView:
     """Who is at work in the runtime: streams whose headers came and whose end would be seen at once (not those whose
     pump waits for a slow reader: their slot may have been idle for long), and ended ones still draining."""
 
     started: frozenset[RequestId]
-    draining: tuple[tuple[RequestId, bool, float], ...]  # (rid, headers had come, since)
+    draining: tuple[DrainingSeat, ...]
 
 
 class WatchedEngine(Protocol):
@@ -200,12 +217,18 @@ class BackendWatcher:
     async def run_slots(self) -> None:
         """Task body: while ended requests may still keep a slot busy, ask the runtime until they do not."""
         once_idle: frozenset[RequestId] = frozenset()
+        looked_at: frozenset[RequestId] = frozenset()
         while True:
-            if not self._engine.slot_view().draining:
+            draining = self._engine.slot_view().draining
+            if not draining:
                 self.slots_wanted = trio.Event()
                 await self.slots_wanted.wait()
+                continue
+            # One early look costs a cancelled prefill nothing; it is the second within a second that does.
+            waiting = any(seat.rid in looked_at and not seat.flowing for seat in draining)
+            await trio.sleep(max(self._idle_poll_s, PREFILL_POLL_S_MIN) if waiting else self._idle_poll_s)
+            looked_at = frozenset(seat.rid for seat in self._engine.slot_view().draining)
             once_idle = await self._sample(once_idle)
-            await trio.sleep(self._idle_poll_s)
 
     async def _sample(self, once_idle: frozenset[RequestId]) -> frozenset[RequestId]:
         """Ask once, free what is idle. Returns the requests that looked idle but must be seen so twice.
@@ -231,15 +254,15 @@ class BackendWatcher:
         now = trio.current_time()
         left = len(view.draining)
         seen: set[RequestId] = set()
-        for rid, answered, since in view.draining:
-            if now - since > self._idle_s_max:
-                self._engine.seat_idle(rid, capped=True)
+        for seat in view.draining:
+            if now - seat.since > self._idle_s_max:
+                self._engine.seat_idle(seat.rid, capped=True)
                 left -= 1
             elif working is not None and working <= started + left - 1:
-                if answered or rid in once_idle:
-                    self._engine.seat_idle(rid, capped=False)
+                if seat.answered or seat.rid in once_idle:
+                    self._engine.seat_idle(seat.rid, capped=False)
                 else:
-                    seen.add(rid)
+                    seen.add(seat.rid)
                 left -= 1
         return frozenset(seen)
 

@@ -15,6 +15,7 @@ import trio
 
 from kvstream.adapters.base import HttpCall, HttpReply
 from kvstream.errors import BackendTimeoutError, KVStreamError, ReaderStalledError, ShuttingDownError
+from kvstream.gateway.health import PREFILL_POLL_S_MIN
 from kvstream.gateway.ports import Upstream, UpstreamResponse
 from tests.fakes.script import Script
 from tests.gateway.lane import Lane, chat, open_lane, read, request, settings
@@ -87,7 +88,8 @@ async def test_leaving_while_upstream_hangs(place: str, stream: bool, autojump_c
             lane.runtime.script(Script(status=500, script=[(0, b"{}")]))
         await leave_at(lane, hanging[0].reached, stream=stream)
         hanging[0].place = "nowhere"
-        await lane.until_empty(within_s=1.0)
+        # before the first token the runtime is looked at only every 1.25 s, and without headers twice
+        await lane.until_empty(within_s=2 * PREFILL_POLL_S_MIN + 0.5)
         lane.check()
         assert await chat(lane), "the next request is served"
 
@@ -183,7 +185,8 @@ async def test_a_cancelled_seat_drains(busy_s: float, autojump_clock: trio.abc.C
     async with open_lane(settings(slot_idle_s_max=10, times={"first_event_s": 300}), slots=1,
                          busy_after_close=busy_s) as lane:
         async with lane.engine.open_stream(request()) as stream:
-            await stream.get()
+            while stream.first_token is None:
+                await stream.get()
         left = trio.current_time()
         await chat(lane)
         assert lane.runtime.deferred_max == 0 or busy_s == 100, "never in the runtime's own queue"

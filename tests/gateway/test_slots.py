@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from itertools import pairwise
 
 import trio
 from attrs import define, evolve, field
@@ -13,7 +14,7 @@ from kvstream.adapters.base import CapacityQuery, HttpCall, HttpReply
 from kvstream.core.messages import Event
 from kvstream.core.types import RequestId
 from kvstream.errors import BackendTimeoutError
-from kvstream.gateway.health import BackendWatcher, SlotView
+from kvstream.gateway.health import PREFILL_POLL_S_MIN, BackendWatcher, DrainingSeat, SlotView
 
 A, B, C, D = (RequestId(n) for n in range(1, 5))
 
@@ -24,10 +25,12 @@ class Scene:
 
     working: int | None
     started: set[RequestId]
-    draining: dict[RequestId, bool]  # rid -> headers had come
+    draining: dict[RequestId, bool]  # rid -> headers had come (and the first token, unless ``prefill``)
     freed: list[tuple[RequestId, bool]] = field(factory=list)
     on_look: Callable[[], None] = lambda: None
     busy: bool = True
+    prefill: bool = False
+    looks: list[float] = field(factory=list)
     last_progress: float = 0.0
 
     def post(self, event: Event) -> None: ...
@@ -35,7 +38,8 @@ class Scene:
     async def recount_waiting(self) -> None: ...
 
     def slot_view(self) -> SlotView:
-        return SlotView(frozenset(self.started), tuple((rid, ans, 0.0) for rid, ans in self.draining.items()))
+        return SlotView(frozenset(self.started), tuple(
+            DrainingSeat(rid, answered, not self.prefill, 0.0) for rid, answered in self.draining.items()))
 
     def seat_idle(self, rid: RequestId, *, capped: bool) -> None:
         del self.draining[rid]
@@ -43,6 +47,7 @@ class Scene:
 
     async def request(self, call: HttpCall, *, timeout_s: float) -> HttpReply:
         assert call.path == "/slots"
+        self.looks.append(trio.current_time())
         await trio.lowlevel.checkpoint()
         if self.working is None:
             raise BackendTimeoutError("no answer")
@@ -50,10 +55,13 @@ class Scene:
         trio.lowlevel.current_trio_token().run_sync_soon(self.on_look)
         return HttpReply(200, {}, json.dumps(slots).encode())
 
-    async def look(self, times: int = 1) -> list[RequestId]:
-        watcher = BackendWatcher(
+    def watcher(self) -> BackendWatcher:
+        return BackendWatcher(
             LlamaCppBackend(base_url="http://fake"), self, self, CapacityQuery(page_tokens=16),  # type: ignore[arg-type]
             interval_s=1, load_timeout_s=1, idle_poll_s=0.05, idle_s_max=30)
+
+    async def look(self, times: int = 1) -> list[RequestId]:
+        watcher = self.watcher()
         seen: frozenset[RequestId] = frozenset()
         for _ in range(times):
             seen = await watcher._sample(seen)
@@ -112,3 +120,15 @@ async def test_a_runtime_that_does_not_answer_frees_nothing_before_the_cap(autoj
     await trio.sleep(31)
     await scene.look()
     assert scene.freed == [(D, True)]
+
+
+async def test_a_cancelled_prefill_is_left_in_peace(autojump_clock: trio.abc.Clock) -> None:
+    """Looking more than once a second would keep llama.cpp from noticing that the client left."""
+    for prefill, pause in ((True, PREFILL_POLL_S_MIN), (False, 0.05)):
+        start = trio.current_time()
+        scene = Scene(1, set(), {D: True}, prefill=prefill)
+        with trio.move_on_after(10):
+            await scene.watcher().run_slots()
+        assert scene.looks[0] - start < 0.1, "one early look is free"
+        gaps = [after - before for before, after in pairwise(scene.looks)]
+        assert len(gaps) > 5 and all(pause <= gap <= pause + 0.1 for gap in gaps)
