@@ -47,6 +47,7 @@ class CapacityNotes:
         source: str,
         shares_prefix: bool = False,
         instance: str = "",
+        settled: bool = True,
     ) -> CapacityReport:
         limits = Limits(
             mode=mode,
@@ -58,7 +59,7 @@ class CapacityNotes:
             host_pages=self.query.host_pages,
             source=source,
         )
-        return CapacityReport(limits, tuple(self.lines), instance)
+        return CapacityReport(limits, tuple(self.lines), settled, instance)
 
 
 def smallest(*figures: int | None) -> int | None:

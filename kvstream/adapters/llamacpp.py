@@ -5,9 +5,12 @@ next: ``/props`` first (a sleeping server must not be asked for ``/slots``, that
 ``/metrics``, then, if there are several slots and nobody stated their layout, the *empty-slot probe*. Nothing in any
 JSON answer or metric tells a unified pool from a split one (measured: the answers are equal byte for byte), but the
 size of a saved empty slot does: 32 bytes and 4 per stream, one stream for a unified pool, one per slot for a split one.
-The probe needs ``--slot-save-path`` and an idle, empty slot; a save on a busy slot would wait for it. Without an answer
-the pool is taken for unified: a split pool counted once costs speed, a unified one counted slots times kills every
-running request (case 38).
+The probe needs ``--slot-save-path`` and an idle, empty slot; a save on a busy slot would wait for it. Where all idle
+slots hold something (KVStream was started again in front of a server in use), the one with the least is emptied: one
+conversation is read once more, while a split pool taken for a unified one would cost most of the capacity for as long
+as KVStream runs. With no idle slot the answer is not ``settled``, and the questions are asked again later. Without an
+answer the pool is taken for unified: a split pool counted once costs speed, a unified one counted slots times kills
+every running request (case 38).
 """
 
 from __future__ import annotations
@@ -33,7 +36,7 @@ from .base import (
 from .bodies import ABSENT, dumps, edit
 from .capacity import PAGES_DEFAULT, SEATS_DEFAULT, CapacityNotes, smallest
 from .failure import failed_reply
-from .llamacpp_state import Props, empty_slot, slots_of, streams_of
+from .llamacpp_state import Props, empty_slot, erased, idle_slot, slots_of, streams_of
 from .openai import ROUTES, OpenAIBackend
 
 PROBE_FILE = "kvstream-probe.bin"
@@ -90,13 +93,19 @@ class LlamaCppBackend(OpenAIBackend):
             return ()
         if "slots" not in replies:
             return (("slots", self.get(self._of_model("/slots"))), ("metrics", self.get(self._of_model("/metrics"))))
-        if "probe" not in replies and self.kv_unified is None and props.slots > 1:
-            slot = empty_slot(replies["slots"])
-            if slot is not None:
-                fields = {"filename": PROBE_FILE} | ({"model": self.model} if self.model else {})
-                headers = self.headers((), "application/json")
-                return (("probe", HttpCall("POST", f"/slots/{slot}?action=save", headers, dumps(fields))),)
-        return ()
+        if "probe" in replies or self.kv_unified is not None or props.slots == 1:
+            return ()
+        slot = empty_slot(replies["slots"])
+        if slot is None:
+            slot = idle_slot(replies["slots"])
+            if slot is None or not erased(replies.get("erase")):
+                return () if slot is None or "erase" in replies else (("erase", self._slot_call(slot, "erase")),)
+        return (("probe", self._slot_call(slot, "save", filename=PROBE_FILE)),)
+
+    def _slot_call(self, slot: int, action: str, **fields: str) -> HttpCall:
+        """A router wants the model in the body of every slot call."""
+        body = fields | ({"model": self.model} if self.model else {})
+        return HttpCall("POST", f"/slots/{slot}?action={action}", self.headers((), "application/json"), dumps(body))
 
     def read_capacity(self, replies: Mapping[str, HttpReply | None], query: CapacityQuery) -> CapacityReport:
         notes = CapacityNotes(query)
@@ -107,6 +116,7 @@ class LlamaCppBackend(OpenAIBackend):
         if query.context_tokens is not None and query.context_tokens not in (context, props.slots * props.context):
             notes.add(f"context_tokens: {query.context_tokens} configured, but a slot has {props.context}")
         unified, why = self._layout(props, replies, query)
+        known = unified is not None
         if unified is None:
             unified = True
             notes.add(
@@ -126,6 +136,7 @@ class LlamaCppBackend(OpenAIBackend):
             request_tokens_max=context,
             source=f"/props: {props.slots} slots, {mode.value} KV of {tokens} tokens ({why})",
             instance=props.instance(replies.get("metrics")),
+            settled=known or slots_of(replies.get("slots")) is None or idle_slot(replies["slots"]) is not None,
         )
 
     def _layout(
@@ -142,14 +153,16 @@ class LlamaCppBackend(OpenAIBackend):
             return streams == 1, "empty-slot probe"
         if query.context_tokens == props.slots * props.context:
             return False, "the configured context is the sum of the slots'"
-        if probe is not None and probe.status == 501:
+        if any(reply is not None and reply.status == 501 for reply in (probe, replies.get("erase"))):
             return None, "the server has no --slot-save-path"
         if "probe" in replies:
             return None, "the probe gave no answer"
         if props.sleeping:
             return None, "the server sleeps"
-        if replies.get("slots") is None or empty_slot(replies.get("slots")) is None:
-            return None, "no slot is idle and empty, or --no-slots is set"
+        if slots_of(replies.get("slots")) is None:
+            return None, "--no-slots is set"
+        if idle_slot(replies.get("slots")) is None:
+            return None, "no slot is idle"
         return None, "not probed"
 
     def _unknown(self, reply: HttpReply | None, notes: CapacityNotes) -> CapacityReport:

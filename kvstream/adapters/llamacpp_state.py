@@ -62,6 +62,18 @@ def empty_slot(reply: HttpReply | None) -> int | None:
     return None
 
 
+def idle_slot(reply: HttpReply | None) -> int | None:
+    """The idle slot that holds the least."""
+    idle = [row for row in slots_of(reply) or () if row.get("is_processing") is False]
+    least = min(idle, key=lambda row: row.get("n_prompt_tokens") or 0, default=None)
+    return None if least is None else int(least["id"])
+
+
+def erased(reply: HttpReply | None) -> bool:
+    """Whether a slot was emptied as asked."""
+    return reply is not None and reply.status == 200
+
+
 def streams_of(probe: HttpReply | None) -> int | None:
     """The number of KV streams that a saved empty slot shows, or None."""
     data = probe.json() if probe is not None and probe.status == 200 else None

@@ -164,6 +164,7 @@ class _ModelName(PathConverter):
     """Anything: llama.cpp without an alias names its model by the path of its file, which begins with a slash."""
 
     regex = ".+"
+    part_isolating = False  # werkzeug guesses it from the slashes in the regex
 
 
 def build_quart(engine: Engine, metrics: Metrics, extra_status: Callable[[], Mapping[str, Any]]) -> QuartTrio:

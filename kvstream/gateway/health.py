@@ -147,6 +147,8 @@ class BackendWatcher:
                 await self._learn(state)
             elif before.state != state:
                 self._set(state, detail)
+            elif before.capacity is not None and not before.capacity.settled and not self._engine.busy:
+                await self._learn(state)
             return
         if state != before.state:
             self._set(state, detail)

@@ -200,7 +200,9 @@ def usage_numbers(stream: Stream) -> dict[str, Any]:
     prompt, completion = (usage.prompt, usage.completion) if usage else (stream.tokens_prompt, stream.tokens)
     numbers: dict[str, Any] = {
         "prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion}
-    return numbers if usage else numbers | {"estimated": True}
+    if usage is None:
+        return numbers | {"estimated": True}
+    return numbers if usage.cached is None else numbers | {"prompt_tokens_details": {"cached_tokens": usage.cached}}
 
 
 def usage_frame(stream: Stream) -> bytes:

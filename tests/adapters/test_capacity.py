@@ -88,10 +88,29 @@ def test_only_an_idle_and_empty_slot_is_probed() -> None:
     assert empty_slot(slots(fresh, fresh, used)) == 1
     assert empty_slot(REPLIES["llamacpp/reply_slots_used"]) == 0  # used, then cleared by the server itself
     assert empty_slot(reply({"error": {"message": "off"}}, 501)) is None and empty_slot(None) is None
-    for answer in (slots(busy, used), reply({}, 501), None):
-        answers = {"props": PROPS, "slots": answer, "metrics": METRICS}
+    for answer, settled in ((slots(busy, busy), False), (reply({}, 501), True), (None, True)):
+        answers = {"props": PROPS, "slots": answer, "metrics": METRICS, "erase": reply({"n_erased": 9}), "probe": SPLIT}
         report, asked = ask(LlamaCppBackend("http://h"), answers)
-        assert "probe" not in asked and report.limits.mode is PoolMode.UNIFIED and report.notes
+        assert "probe" not in asked and "erase" not in asked
+        assert report.limits.mode is PoolMode.UNIFIED and report.notes and report.settled is settled
+
+
+def test_where_every_idle_slot_holds_something_the_one_with_the_least_is_emptied_for_the_probe() -> None:
+    """KVStream started again in front of a server that has been in use must not take a split pool for a unified one."""
+    busy = {"is_processing": True, "n_prompt_tokens": 3}
+    held = [{"is_processing": False, "n_prompt_tokens": n} for n in (900, 33, 700)]
+    answers = {"props": PROPS, "slots": slots(busy, *held), "metrics": METRICS, "probe": SPLIT}
+    calls = LlamaCppBackend("http://h", model="a b").capacity_calls({k: v for k, v in answers.items() if k != "probe"})
+    [(name, call)] = calls
+    assert (name, call.method, call.path) == ("erase", "POST", "/slots/2?action=erase")
+    assert json.loads(call.body) == {"model": "a b"}
+
+    report, asked = ask(LlamaCppBackend("http://h"), answers | {"erase": reply({"n_erased": 33})})
+    assert asked[-2:] == ["erase", "probe"]
+    assert (report.limits.mode, report.limits.pages, report.settled) == (PoolMode.SPLIT, 512, True)
+    for refused in (reply({"error": {"message": "no"}}, 501), None):  # then nothing was lost either
+        report, asked = ask(LlamaCppBackend("http://h"), answers | {"erase": refused})
+        assert asked[-1] == "erase" and report.limits.mode is PoolMode.UNIFIED and report.settled
 
 
 def test_the_probe_call() -> None:

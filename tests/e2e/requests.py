@@ -57,8 +57,9 @@ def finish(events: list[Any]) -> str | None:
     return reasons[-1] if events[-1:] == [None] and reasons else None
 
 
-async def busy(llama: RealLlama, count: int, within_s: float = 10.0) -> None:
-    """Wait until exactly ``count`` slots work."""
+async def busy(llama: RealLlama, count: int, within_s: float = 10.0, every_s: float = 0.01) -> None:
+    """Wait until exactly ``count`` slots work. While a prompt is being read, ask less than once a second: each answer
+    puts off llama.cpp's own look for clients that left by another second."""
     with trio.fail_after(patience(within_s)):
         while await llama.busy() != count:
-            await trio.sleep(0.01)
+            await trio.sleep(every_s)

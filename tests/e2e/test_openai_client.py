@@ -91,12 +91,16 @@ def test_a_chat_stream_equals_the_direct_one(client: Any, direct: Any, include_u
 
 @pytest.mark.parametrize("include_usage", [False, True])
 def test_a_completion_stream_equals_the_direct_one(client: Any, direct: Any, include_usage: bool) -> None:
+    """On this route llama.cpp puts usage on its finish chunk, asked or not. A client that asked gets the chunk of its
+    own, which the protocol promises, as well."""
     options = {"stream_options": {"include_usage": include_usage}}
     list(direct.completions.create(**TEXT, stream=True, **options))
     expected = list(direct.completions.create(**TEXT, stream=True, **options))
     chunks = list(client.completions.create(**TEXT, stream=True, **options))
+    if include_usage:
+        last = chunks.pop()
+        assert last.choices == [] and last.usage == chunks[-1].usage
     assert [plain(chunk) for chunk in chunks] == [plain(chunk) for chunk in expected]
-    # On this route llama.cpp puts usage on its finish chunk, asked or not.
     assert [chunk.usage is not None for chunk in chunks] == [False] * (len(chunks) - 1) + [True]
 
 
