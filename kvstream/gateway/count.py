@@ -67,6 +67,41 @@ def keys_of_text(request: ProxyRequest, estimator: TokenEstimator, *, page_token
     return PromptCount(tokens, keys, CountSource.ESTIMATED, size)
 
 
+class PromptCounter:
+    """Counts the prompts of one lane, and learns. ``estimator`` is replaced, never changed."""
+
+    def __init__(self, adapter: Adapter, upstream: Upstream, *, page_tokens: int, tokens_keyed_max: int,
+                 timeout_s: float) -> None:
+        self.estimator = TokenEstimator()
+        self._adapter = adapter
+        self._upstream = upstream
+        self._page_tokens = page_tokens
+        self._tokens_keyed_max = tokens_keyed_max
+        self._timeout_s = timeout_s
+
+    @property
+    def can_be_exact(self) -> bool:
+        return self._adapter.capabilities.exact_count
+
+    async def exact(self, request: ProxyRequest, client: str) -> PromptCount | None:
+        """The count by the runtime; None when it cannot tell. *Errors*: none. *Cancellation*: safe."""
+        ids = await count_exact(self._adapter, self._upstream, request, timeout_s=self._timeout_s)
+        if ids is None:
+            return None
+        return keys_of_ids(ids, request, client=client, page_tokens=self._page_tokens,
+                           tokens_keyed_max=self._tokens_keyed_max)
+
+    def estimate(self, request: ProxyRequest, client: str) -> PromptCount:
+        return keys_of_text(request, self.estimator, client=client, page_tokens=self._page_tokens,
+                            tokens_keyed_max=self._tokens_keyed_max)
+
+    def learn(self, request: ProxyRequest, count: PromptCount, tokens: int) -> None:
+        """Let an estimated prompt teach what its text really cost: ``tokens``, as the runtime reported."""
+        if count.size is not None:
+            messages = len(request.view.get("messages") or ())
+            self.estimator = self.estimator.learn(count.size, tokens - MESSAGE_TOKENS * messages)
+
+
 def text_size(text: str) -> TextSize:
     """The size of a text; of a very long one the units are scaled up from its head, which takes no time to count."""
     size = TextSize.of(text[:SAMPLE_CHARS])

@@ -40,18 +40,18 @@ from ..core.messages import (
     Truncate,
 )
 from ..core.scheduler import Scheduler, SchedulerSettings
-from ..core.tokens import TokenEstimator
 from ..core.types import CountSource, EndReason, PoolMode, Priority, RequestId
 from ..errors import BackendLoadingError, BackendUnavailableError, KVStreamError, PoolExhaustedError, ShuttingDownError
 from .buffer import EventBuffer
-from .count import MESSAGE_TOKENS, PromptCount, count_exact, keys_of_ids, keys_of_text
+from .count import PromptCount, PromptCounter
 from .failures import error_of_refusal
 from .health import BackendWatcher, DrainingSeat, SlotView
 from .logs import log_request
 from .metrics import Metrics
 from .ports import Upstream
+from .pump import Pump, PumpHooks
 from .request import answer_tokens
-from .stream import Pump, PumpHooks, Stream, StreamTimes, end_reason
+from .stream import Stream, StreamTimes, end_reason
 
 log = logging.getLogger("kvstream.engine")
 
@@ -87,7 +87,9 @@ class Engine:
         self.settings = settings
         self.metrics = metrics
         self.scheduler = Scheduler(settings.scheduler)
-        self.estimator = TokenEstimator()
+        self.counter = PromptCounter(
+            adapter, upstream, page_tokens=settings.query.page_tokens, tokens_keyed_max=settings.tokens_keyed_max,
+            timeout_s=settings.count_timeout_s)
         self.watcher = BackendWatcher(
             adapter, upstream, self, settings.query, interval_s=settings.health_interval_s,
             load_timeout_s=settings.load_timeout_s, idle_poll_s=settings.slot_idle_poll_s,
@@ -224,7 +226,8 @@ class Engine:
         del self._live[stream.rid]
         if not self._live:
             self._idle.set()
-        draining = stream.sent and not stream.completed and self.adapter.capabilities.slots_visible
+        draining = (stream.sent and not stream.completed and self.adapter.capabilities.slots_visible
+                    and not isinstance(error, BackendUnavailableError))  # then no slot ever heard of it
         if draining:
             self._draining[stream.rid] = DrainingSeat(
                 stream.rid, stream.answered, stream.first_token is not None, stream.ended)
@@ -232,15 +235,10 @@ class Engine:
         if refused is None:
             tokens = stream.usage.completion if stream.usage else None
             self.post(Ended(stream.rid, reason, tokens, draining=draining))
-        self._learn(stream)
+        if stream.usage and stream.prompt is not None:
+            self.counter.learn(stream.request, stream.prompt, stream.usage.prompt)
         self.metrics.ended(stream, error)
         log_request(stream)
-
-    def _learn(self, stream: Stream) -> None:
-        """Let a finished request teach the estimator what its text really cost."""
-        if stream.usage and stream.prompt is not None and stream.prompt.size is not None:
-            messages = len(stream.request.view.get("messages") or ())
-            self.estimator = self.estimator.learn(stream.prompt.size, stream.usage.prompt - MESSAGE_TOKENS * messages)
 
     # --- requests -----------------------------------------------------------------------------------------------------
 
@@ -288,38 +286,29 @@ class Engine:
             raise BackendLoadingError(f"the backend does not serve: {backend.detail}", retry_after_s=10)
 
     async def _count(self, request: ProxyRequest, client: str) -> PromptCount:
-        limits = {"page_tokens": self.settings.query.page_tokens, "tokens_keyed_max": self.settings.tokens_keyed_max}
-        if self.adapter.capabilities.exact_count and self.watcher.backend.state == Health.UP:
-            ids = await count_exact(self.adapter, self.upstream, request, timeout_s=self.settings.count_timeout_s)
-            if ids is not None:
-                return keys_of_ids(ids, request, client=client, **limits)
-        return keys_of_text(request, self.estimator, client=client, **limits)
+        count = None
+        if self.counter.can_be_exact and self.watcher.backend.state == Health.UP:
+            count = await self.counter.exact(request, client)
+        return count or self.counter.estimate(request, client)
 
     async def recount_waiting(self) -> None:
         """The backend came up: requests that queued while it could not count are counted exactly now.
 
         *Errors*: none. *Cancellation*: safe.
         """
-        if not self.adapter.capabilities.exact_count:
-            return
         limit = trio.CapacityLimiter(RECOUNTS_AT_ONCE)
 
         async def one(stream: Stream) -> None:
             async with limit:
-                ids = await count_exact(self.adapter, self.upstream, stream.request,
-                                        timeout_s=self.settings.count_timeout_s)
-            if ids is None or stream.outcome is not None:
-                return
-            count = keys_of_ids(ids, stream.request, client=stream.client,
-                                page_tokens=self.settings.query.page_tokens,
-                                tokens_keyed_max=self.settings.tokens_keyed_max)
-            stream.prompt, stream.tokens_prompt, stream.count_source = count, count.tokens, count.source
-            self.post(Recounted(stream.rid, count.keys, count.tokens))
+                count = await self.counter.exact(stream.request, stream.client)
+            if count is not None and stream.outcome is None:
+                stream.prompt, stream.tokens_prompt, stream.count_source = count, count.tokens, count.source
+                self.post(Recounted(stream.rid, count.keys, count.tokens))
 
-        waiting = [s for s in self._live.values() if s.lease is None and s.count_source is CountSource.ESTIMATED]
         async with trio.open_nursery() as nursery:
-            for stream in waiting:
-                nursery.start_soon(one, stream)
+            for stream in self._live.values():
+                if self.counter.can_be_exact and stream.lease is None and stream.count_source is CountSource.ESTIMATED:
+                    nursery.start_soon(one, stream)
 
     def leave(self, stream: Stream) -> None:
         """The client is gone, or has all it wanted. Synchronous and idempotent."""

@@ -37,9 +37,9 @@ def status_json(engine: Engine, now: float) -> dict[str, Any]:
         },
         "running": [_running(engine, r) for r in snapshot.running[:RUNNING_SHOWN_MAX]],
         "prefixes": {"nodes": snapshot.prefix_nodes, "tokens": snapshot.prefix_tokens},
-        "estimator": {"chars_per_token": round(engine.estimator.chars_per_token, 3),
-                      "units_per_token": round(engine.estimator.units_per_token, 3),
-                      "samples": engine.estimator.samples},
+        "estimator": {"chars_per_token": round(engine.counter.estimator.chars_per_token, 3),
+                      "units_per_token": round(engine.counter.estimator.units_per_token, 3),
+                      "samples": engine.counter.estimator.samples},
         "counters": _counters(snapshot),
     }
 

@@ -1,8 +1,4 @@
-"""One request from the queue to its last byte: the stream a client holds, and the pump that feeds it.
-
-The pump owns everything that is scarce: the seat, the pages, the upstream connection. The task that talks to the client
-owns only the reading end of a bounded buffer. So a client that stops reading, whose ``send`` cannot be cancelled, holds
-no seat: the pump waits ``stall_s`` for room in the buffer, then gives up and the lease returns.
+"""One request from the queue to its last byte, as the client's task holds it.
 
 States of a :class:`Stream`: *queued* (no scope yet) -> *granted* (the scope exists, made by the tick in the very step
 that admitted it, so that there is no moment in which leaving would be lost) -> *over*. Leaving is one synchronous act
@@ -11,48 +7,15 @@ in each: queued, an ``Ended`` is posted; granted, the scope is cancelled and the
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Sequence
-from typing import TYPE_CHECKING
-
 import trio
 from attrs import define, frozen
 
-from ..adapters.base import (
-    Adapter,
-    Delta,
-    Done,
-    Failed,
-    Finished,
-    HttpReply,
-    Ping,
-    Progress,
-    ProxyRequest,
-    UpstreamEvent,
-    Usage,
-    UsageNumbers,
-)
+from ..adapters.base import ProxyRequest, UpstreamEvent, UsageNumbers
 from ..core.messages import Admit
 from ..core.types import CountSource, EndReason, Priority, RequestId
-from ..errors import (
-    BackendLoadingError,
-    BackendProtocolError,
-    BackendTimeoutError,
-    KVStreamError,
-    ReaderStalledError,
-    StreamTruncatedError,
-)
+from ..errors import KVStreamError, ReaderStalledError
 from .buffer import EventBuffer
 from .count import PromptCount
-from .failures import error_of
-
-if TYPE_CHECKING:
-    from .ports import Upstream, UpstreamResponse
-
-ERROR_BODY_BYTES_MAX = 1024 * 1024
-EVENT_OVERHEAD_BYTES = 256  # what an event costs in memory beside its raw bytes
-EAGER_BATCHES = 4
-BATCHES_PER_TURN = 8
-REUSE_GRACE_S = 0.25  # how long a finished answer may take to end its body, so that its connection is kept
 
 
 @frozen
@@ -130,213 +93,6 @@ class Stream:
             self.scope.cancel()
 
 
-@frozen
-class PumpHooks:
-    """What a pump tells and asks the engine. ``produced(rid, tokens)``; ``progress()`` on every data event;
-    ``loading()`` waits until a backend that said "loading" is up, or raises; ``usage_refused()`` remembers that this
-    backend does not know ``stream_options``."""
-
-    produced: Callable[[RequestId, int], None]
-    progress: Callable[[], None]
-    loading: Callable[[], Awaitable[None]]
-    usage_refused: Callable[[], None]
-
-
-class Pump:
-    """Performs one granted request."""
-
-    def __init__(self, stream: Stream, adapter: Adapter, upstream: Upstream, times: StreamTimes, hooks: PumpHooks, *,
-                 page_tokens: int, include_usage: bool, passthrough: bool, watched: bool) -> None:
-        """``watched``: the answer has no limit and grows in a pool that must not overflow. Every token is reported at
-        once then, and a reader that falls a whole buffer behind is not waited for."""
-        self._stream = stream
-        self._adapter = adapter
-        self._upstream = upstream
-        self._times = times
-        self._hooks = hooks
-        self._include_usage = include_usage
-        self._passthrough = passthrough and not stream.request.stream
-        self._watched = watched
-        self._page_tokens = 1 if watched else page_tokens
-        self._unposted = 0
-
-    async def run(self) -> None:
-        """Send the call and move its events into the buffer until the answer is complete.
-
-        *Errors*: ``KVStreamError`` for every expected failure, after the runtime's own error frame was passed on.
-        *Cancellation*: closes the upstream connection, which frees the runtime.
-        *Resource handling*: the connection is closed, or returned to its pool after a complete answer.
-        """
-        total = trio.CancelScope(deadline=_deadline(self._times.total_s))
-        gap = trio.CancelScope(deadline=_deadline(self._times.first_event_s))
-        with total, gap:
-            while True:
-                failed = await self._attempt(gap)
-                if failed is None:
-                    return
-                await self._recover(failed, gap)
-        if total.cancelled_caught:
-            raise BackendTimeoutError(f"the answer took longer than upstream.total_s = {self._times.total_s:g} s")
-        if self._stream.first_token is None:
-            raise BackendTimeoutError(
-                f"the backend gave no token within upstream.first_event_s = {self._times.first_event_s:g} s")
-        raise BackendTimeoutError(
-            f"the backend sent no data for upstream.stall_s = {self._times.gap_s:g} s in mid-answer")
-
-    async def _attempt(self, gap: trio.CancelScope) -> Failed | None:
-        """One call. A refusal by status is returned, since it may be one that passes; None when all is done."""
-        stream = self._stream
-        call = self._adapter.encode(stream.request, stream=not self._passthrough, include_usage=self._include_usage,
-                                    slot=stream.lease.slot if stream.lease else None)
-        stream.sent = True
-        async with self._upstream.open(call) as response:
-            if not 200 <= response.status < 300:
-                stream.sent = False  # the runtime turned it away: no slot is at work on it
-                return self._adapter.error(await _read_error(response))
-            stream.answered = True
-            if self._passthrough:
-                await self._pass(response, gap)
-                return None
-            await self._move(response, gap)
-            if stream.completed:
-                await _end_body(response)
-            return None
-
-    async def _recover(self, failed: Failed, gap: trio.CancelScope) -> None:
-        """Get ready for another attempt after a refusal that may pass, or raise. Nothing was sent to the client yet,
-        and the runtime has not begun, so nothing is run twice."""
-        if self._include_usage and failed.status == 400 and "stream_options" in failed.message:
-            self._include_usage = False
-            self._hooks.usage_refused()
-            return
-        error = error_of(failed)
-        if not isinstance(error, BackendLoadingError):
-            raise error
-        gap.deadline = _deadline(0)
-        await self._hooks.loading()
-        gap.deadline = _deadline(self._times.first_event_s)
-
-    async def _move(self, response: UpstreamResponse, gap: trio.CancelScope) -> None:
-        content_type = response.headers.get("content-type", "")
-        decoder = self._adapter.decoder(self._stream.request, content_type=content_type)
-        batches = 0
-        while True:
-            try:
-                data = await response.receive()
-            except StreamTruncatedError:
-                data = b""  # whether that was too early is for the decoder to say: it knows what was still to come
-            events = decoder.feed(data) if data else decoder.finish()
-            kept: list[UpstreamEvent] = []
-            failed: Failed | None = None
-            size = 0
-            for event in events:
-                if isinstance(event, Ping):
-                    continue
-                kept.append(event)
-                size += EVENT_OVERHEAD_BYTES + self._note(event)
-                if isinstance(event, Failed):
-                    failed = event
-                    break
-                if self._stream.completed:
-                    break
-            if kept:
-                self._restart(gap)
-                self._hooks.progress()
-                if failed is not None and not failed.raw:
-                    kept.pop()
-                await self._put(kept, size, gap)
-                # A fast runtime's chunks come many to a read, and taking the next one need not wait for anything. Let
-                # the client's task send the first ones at once, and later ones a few to a write.
-                batches += 1
-                if batches <= EAGER_BATCHES or batches % BATCHES_PER_TURN == 0:
-                    await trio.lowlevel.checkpoint()
-            if failed is not None:
-                raise error_of(failed)
-            if self._stream.completed or not data:
-                self._flush()
-                return
-
-    async def _pass(self, response: UpstreamResponse, gap: trio.CancelScope) -> None:
-        """``upstream.non_stream = "pass"``: the runtime's own JSON answer, whole and untouched."""
-        body = bytearray()
-        while chunk := await response.receive():
-            body += chunk
-            if len(body) > self._times.answer_bytes_max:
-                raise BackendProtocolError(
-                    f"the answer is larger than upstream.answer_bytes_max = {self._times.answer_bytes_max} bytes")
-        gap.deadline = _deadline(0)
-        reply = HttpReply(response.status, response.headers, bytes(body))
-        answer = reply.json()
-        if isinstance(answer, dict) and answer.get("error"):  # LM Studio and others say it with a 200
-            raise error_of(self._adapter.error(reply))
-        usage = answer.get("usage") if isinstance(answer, dict) else None
-        self._count(1)
-        if isinstance(usage, dict):
-            self._stream.usage = UsageNumbers(usage.get("prompt_tokens") or 0, usage.get("completion_tokens") or 0)
-        self._flush()
-        self._stream.completed = True
-        await self._stream.buffer.put([Delta(raw=bytes(body), data=answer)], len(body))
-
-    def _note(self, event: UpstreamEvent) -> int:
-        """Keep the books of one event; its size in bytes."""
-        stream = self._stream
-        if isinstance(event, Delta):
-            if event.data is not None:
-                stream.last_data = event.data
-            if event.tokens:
-                self._count(event.tokens)
-            return len(event.raw)
-        if isinstance(event, Usage):
-            stream.usage = event.numbers
-            return len(event.raw)
-        if isinstance(event, Finished):
-            stream.finish_reason = event.reason
-        elif isinstance(event, Done):
-            stream.completed, stream.unfinished = True, event.unfinished
-        elif isinstance(event, Progress):
-            return len(event.raw)
-        return 0
-
-    def _count(self, tokens: int) -> None:
-        stream = self._stream
-        now = trio.current_time()
-        if stream.first_token is None:
-            stream.first_token = now
-        stream.last_token = now
-        stream.tokens += tokens
-        # The table grows by pages: telling the scheduler once a page is as true as once a token, and cheaper.
-        self._unposted += tokens
-        if self._unposted >= self._page_tokens or stream.tokens == tokens:
-            self._flush()
-
-    def _flush(self) -> None:
-        if self._unposted:
-            self._hooks.produced(self._stream.rid, self._unposted)
-            self._unposted = 0
-
-    async def _put(self, events: Sequence[UpstreamEvent], size: int, gap: trio.CancelScope) -> None:
-        if self._stream.buffer.try_put(events, size):
-            return
-        if self._watched:
-            raise ReaderStalledError(
-                "the client reads slower than the runtime answers; in a unified KV pool that is only possible with a "
-                "limit: set max_tokens")
-        gap.deadline = _deadline(0)  # the wait is the reader's fault, not the runtime's
-        self._stream.blocked = True
-        with trio.move_on_after(self._times.stall_s or float("inf")):
-            await self._stream.buffer.put(events, size)
-            self._stream.blocked = False
-            self._restart(gap)
-            return
-        raise ReaderStalledError(
-            f"the client did not read for server.stall_s = {self._times.stall_s:g} s; its stream was closed")
-
-    def _restart(self, gap: trio.CancelScope) -> None:
-        """Data came. Before the first token the runtime may still be at the prompt, and may be silent for long."""
-        prefill = self._stream.first_token is None
-        gap.deadline = _deadline(self._times.first_event_s if prefill else self._times.gap_s)
-
-
 def end_reason(stream: Stream, error: BaseException | None) -> EndReason:
     """Why a pump ended, for the scheduler."""
     if stream.completed and error is None:
@@ -348,25 +104,3 @@ def end_reason(stream: Stream, error: BaseException | None) -> EndReason:
     if isinstance(error, ReaderStalledError):
         return EndReason.STALLED
     return EndReason.FAILED
-
-
-async def _read_error(response: UpstreamResponse) -> HttpReply:
-    body = bytearray()
-    with trio.move_on_after(5):
-        while len(body) < ERROR_BODY_BYTES_MAX and (chunk := await response.receive()):
-            body += chunk
-    return HttpReply(response.status, response.headers, bytes(body))
-
-
-async def _end_body(response: UpstreamResponse) -> None:
-    """Read on to the end of the body after ``[DONE]``, so that the connection can be used again."""
-    with trio.move_on_after(REUSE_GRACE_S):
-        try:
-            while await response.receive():
-                pass
-        except KVStreamError:
-            pass  # the answer was complete; how its connection ends concerns nobody
-
-
-def _deadline(seconds: float) -> float:
-    return trio.current_time() + seconds if seconds else float("inf")

@@ -62,9 +62,9 @@ class Run:
         return [(by_sending[n].headers.get("x-request-id", ""), n) for _, n in order]
 
 
-def inversions(order: Sequence[int]) -> int:
-    """Pairs that came in the other order than their numbers."""
-    return sum(1 for place, number in enumerate(order) for later in order[place + 1:] if later < number)
+def inversions(order: Sequence[int], apart: int = 1) -> int:
+    """Pairs that came in the other order than their numbers, which lie at least ``apart`` apart."""
+    return sum(1 for place, number in enumerate(order) for later in order[place + 1:] if number - later >= apart)
 
 
 def body(number: int, repeat: int) -> dict[str, Any]:
@@ -118,11 +118,15 @@ async def both(runtime: Child, gateway: Child, clients: int, repeats: int, show:
     return runs
 
 
-def kept_promise(run: Run) -> tuple[int, int]:
-    """(inversions of first tokens against the positions shown, how many positions were shown)."""
+def kept_promise(run: Run, apart: int = 1) -> tuple[int, int]:
+    """(inversions of first tokens against the positions shown, how many positions were shown).
+
+    Neighbours are in the runtime at the same time, and which of them has its first token first is the runtime's affair.
+    A position was not kept if somebody was overtaken by one who stood a whole set of seats behind.
+    """
     place = {name: number for number, name in enumerate(run.promised)}
     order = [place[name] for name, _ in run.order() if name in place]
-    return inversions(order), len(order)
+    return inversions(order, apart), len(order)
 
 
 def print_runs(page: Page, runs: Sequence[Run]) -> None:
@@ -170,8 +174,10 @@ def main() -> int:
     page.bar("through KVStream requests_deferred stays 0", f"{deferred:g}", deferred == 0)
     served, all_of_them = sum(a.served for r in ours for a in r.answers), sum(len(r.answers) for r in ours)
     page.bar("every client is served", f"{served} of {all_of_them}", served == all_of_them)
-    broken = sum(kept_promise(r)[0] for r in ours)
-    page.bar("first tokens in the order of the positions shown", f"{broken} inversions", broken == 0)
+    broken = sum(kept_promise(r, SLOTS)[0] for r in ours)
+    close = sum(kept_promise(r)[0] for r in ours)
+    page.bar(f"no first token before that of one {SLOTS} or more positions ahead",
+             f"{broken} ({close} among those seated together)", broken == 0)
     overtaken = sum(r.overtaken for r in ours)
     page.bar("nobody is overtaken from one look to the next", f"{overtaken} pairs", overtaken == 0)
     return page.close(args.json)
