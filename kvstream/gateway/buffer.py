@@ -27,6 +27,7 @@ class EventBuffer(Generic[T]):
         self._error: KVStreamError | None = None
         self._readable = trio.Event()
         self._writable = trio.Event()
+        self._asked = trio.Event()  # set while the consumer waits for more
 
     def try_put(self, items: Sequence[T], size: int) -> bool:
         """Add a batch of ``size`` bytes; False when there is no room now. Dropped silently once closed."""
@@ -37,6 +38,8 @@ class EventBuffer(Generic[T]):
         self._items.extend(items)
         self._size += size
         self._readable.set()
+        if self._asked.is_set():
+            self._asked = trio.Event()
         return True
 
     async def put(self, items: Sequence[T], size: int) -> None:
@@ -57,10 +60,15 @@ class EventBuffer(Generic[T]):
             if self._closed:
                 return []
             self._readable = trio.Event()
+            self._asked.set()
             await self._readable.wait()
         items, self._items, self._size = self._items, [], 0
         self._writable.set()
         return items
+
+    async def wait_asked(self) -> None:
+        """After a put: wait until the consumer took it, did with it what it does, and asks for more."""
+        await self._asked.wait()
 
     def close(self, error: KVStreamError | None = None) -> None:
         """No more items. The first close wins."""

@@ -25,6 +25,8 @@ from ..errors import BackendProtocolError, BackendTimeoutError, BackendUnavailab
 
 REPLY_BYTES_MAX = 16 * 1024 * 1024
 
+URLS_MAX = 256
+
 _NEVER_READ = (httpx.RemoteProtocolError, httpx.ReadError, httpx.WriteError, httpx.CloseError)
 
 
@@ -38,6 +40,7 @@ class HttpUpstream:
     def __init__(self, base_url: str, *, connect_s: float = 5.0, keepalive_expiry_s: float = 3.0) -> None:
         self.base_url = base_url.rstrip("/")
         self._connect_s = connect_s
+        self._urls: dict[str, httpx.URL] = {}
         self._account: Account = ContextVar("bytes seen of an answer")
         self._pooled = _transport(httpx.Limits(
             max_connections=None, max_keepalive_connections=64, keepalive_expiry=keepalive_expiry_s), self._account)
@@ -74,23 +77,24 @@ class HttpUpstream:
             with trio.CancelScope(shield=True), trio.move_on_after(2):
                 await response.aclose()
 
+    def _url(self, path: str) -> httpx.URL:
+        """Parsing a URL costs half of what building a request does, and there are few of them."""
+        url = self._urls.get(path)
+        if url is None:
+            if len(self._urls) >= URLS_MAX:
+                self._urls.clear()
+            url = self._urls[path] = httpx.URL(self.base_url + path)
+        return url
+
     async def _send(self, call: HttpCall) -> httpx.Response:
         # Where one pooled connection is stale the others may be too: the second attempt never takes one.
         for transport in (self._pooled, self._unpooled):
-            fresh = transport is self._unpooled
-
-            async def trace(event: str, _info: Any) -> None:
-                nonlocal fresh
-                if event == "connection.connect_tcp.started":
-                    fresh = True
-
             request = httpx.Request(
                 call.method,
-                self.base_url + call.path,
+                self._url(call.path),
                 headers=[("accept-encoding", "identity"), *call.headers],
                 content=call.body or None,
-                extensions={"timeout": {"connect": self._connect_s, "read": None, "write": None, "pool": None},
-                            "trace": trace},
+                extensions={"timeout": {"connect": self._connect_s, "read": None, "write": None, "pool": None}},
             )
             seen = _Seen()
             self._account.set(seen)
@@ -106,7 +110,7 @@ class HttpUpstream:
                     retry_after_s=2,
                 ) from error
             except _NEVER_READ as error:
-                if fresh or seen.bytes:
+                if seen.connected or seen.bytes:
                     raise BackendUnavailableError(
                         f"the backend at {self.base_url} closed the connection without an answer ({_cause(error)})",
                         retry_after_s=2,
@@ -137,8 +141,9 @@ class HttpxResponse:
 
 
 class _Seen:
-    """How many bytes of an answer the current task's request has received."""
+    """What happened below httpcore to the current task's request: a connection made for it, bytes received."""
 
+    connected = False
     bytes = 0
 
 
@@ -178,6 +183,9 @@ class _CountingBackend(httpcore.AsyncNetworkBackend):
         self._account = account
 
     async def connect_tcp(self, *args: Any, **options: Any) -> httpcore.AsyncNetworkStream:
+        seen = self._account.get(None)
+        if seen is not None:
+            seen.connected = True
         return _CountingStream(await self._inner.connect_tcp(*args, **options), self._account)
 
     async def sleep(self, seconds: float) -> None:
