@@ -19,9 +19,9 @@ check:
 fuzz *args:
     HYPOTHESIS_PROFILE=fuzz {{python}} -m pytest -m "not real" tests/core tests/adapters tests/test_config.py {{args}}
 
-# The simulated runtime and its clients
+# The simulated runtime and its clients, many seeds
 sim *args:
-    {{python}} -m pytest tests/sim {{args}}
+    SIM_RUNS="${SIM_RUNS:-60}" {{python}} -m pytest tests/sim {{args}}
 
 # A real model on a real llama.cpp server
 demo *args:
