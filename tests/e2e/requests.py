@@ -41,9 +41,14 @@ async def whole(port: int, body: dict[str, Any]) -> list[Any]:
     """All events of a stream, parsed; ``[DONE]`` is None."""
     response = await stream(port, body)
     assert response.status == 200, await response.read_all()
-    events = [parse(event) for event in await response.read_events() if event.startswith(b"data:")]
+    events = await read_all(response)
     await response.close()
     return events
+
+
+async def read_all(response: RawResponse) -> list[Any]:
+    """All events of a stream to its end, parsed; keepalive comments are left out."""
+    return [parse(event) for event in await response.read_events() if event.startswith(b"data:")]
 
 
 def parse(event: bytes) -> Any:

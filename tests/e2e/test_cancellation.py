@@ -13,7 +13,7 @@ import pytest
 import trio
 
 from tests.e2e.process import GatewayProcess, patience
-from tests.e2e.requests import busy, chat, finish, ids, parse, post, stream, whole
+from tests.e2e.requests import busy, chat, finish, ids, post, read_all, stream, whole
 from tests.fakes.client import RawResponse
 from tests.fakes.real import RealLlama
 
@@ -103,7 +103,7 @@ async def test_while_streaming(gateway: GatewayProcess, llama: RealLlama, how: s
         await leave(streams[2], how)
         with trio.fail_after(patience(2)):
             await waiting.read_head()
-        assert finish([parse(event) for event in await waiting.read_events()]) == "length"
+        assert finish(await read_all(waiting)) == "length"
         for response in (streams[0], streams[1], streams[3], waiting):
             await response.close()
         await busy(llama, 0, within_s=1)
@@ -131,7 +131,7 @@ async def test_half_close_is_no_cancel_and_a_reset_after_it_is_one(gateway: Gate
         await busy(llama, 0, within_s=1)
         short = await stream(gateway.port, chat("half-closed from the start", 3))
         await short.half_close()
-        assert finish([parse(event) for event in await short.read_events()]) == "length"
+        assert finish(await read_all(short)) == "length"
         await short.close()
 
 

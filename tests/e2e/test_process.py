@@ -11,7 +11,7 @@ import trio
 
 from tests.e2e.conftest import Start
 from tests.e2e.process import GatewayProcess, command, environment, patience
-from tests.e2e.requests import busy, chat, finish, parse, post, stream
+from tests.e2e.requests import busy, chat, finish, post, read_all, stream
 from tests.fakes.client import connect
 from tests.fakes.real import RealLlama
 
@@ -43,7 +43,7 @@ async def test_sigterm_lets_streams_finish_and_refuses_the_rest(llama: RealLlama
         with pytest.raises(OSError):
             await connect(gateway.port)
         for response in streams:
-            assert finish([parse(event) for event in await response.read_events()]) == "length"
+            assert finish(await read_all(response)) == "length"
         assert await gateway.exit_code() == 0
         assert "draining" in gateway.text() and gateway.text().rstrip().endswith("stopped")
     await busy(llama, 0, within_s=1)
@@ -75,7 +75,7 @@ async def test_what_outlasts_drain_s_ends_with_an_error_frame(llama: RealLlama, 
         response = await stream(gateway.port, chat("for ever", 1800))
         await response.read_event()
         gateway.terminate()
-        events = [parse(event) for event in await response.read_events()]
+        events = await read_all(response)
         assert events[-1]["error"]["code"] == "shutting_down" and None not in events
         assert await gateway.exit_code() == 0
     await busy(llama, 0, within_s=1)

@@ -8,7 +8,7 @@ import trio
 
 from tests.e2e.conftest import Start
 from tests.e2e.process import GatewayProcess
-from tests.e2e.requests import busy, chat, finish, ids, parse, post, whole
+from tests.e2e.requests import busy, chat, finish, ids, post, read_all, whole
 from tests.fakes.client import RawResponse
 from tests.fakes.real import RealLlama
 
@@ -37,7 +37,7 @@ class Watch:
 
 async def read(response: RawResponse, done: dict[str, Any]) -> None:
     await response.read_head()
-    events = [parse(event) for event in await response.read_events()]
+    events = await read_all(response)
     done[response.headers["x-request-id"]] = finish(events)
     await response.close()
 
@@ -78,7 +78,7 @@ async def test_sjf_lets_short_requests_before_long_ones(llama: RealLlama, start:
         await holders[0].close()
         await short.read_head()
         assert short.headers["x-request-id"] == queue[0]["id"]
-        assert [parse(event) for event in await short.read_events()][-1] is None
+        assert (await read_all(short))[-1] is None
         for response in (*holders, long, short):
             await response.close()
         await gateway.settled(15)

