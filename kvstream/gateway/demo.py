@@ -2,6 +2,9 @@
 
 What is shown is measured at the client's end of the gateway: the clock starts before the request is sent. The gateway
 is the one of ``kvstream serve``, in this process; only the screen, the model and the first client are the demo's.
+
+A signal before the first chat is over ends all of it at once, with exit code 128 + its number (130 for Ctrl-C): nobody
+else is served yet, so there is nobody to drain for. Afterwards the demo is a `kvstream serve` and drains like one.
 """
 
 from __future__ import annotations
@@ -9,8 +12,12 @@ from __future__ import annotations
 import importlib.util
 import json
 import logging
+import shlex
+import shutil
+import signal
 import sys
-from collections.abc import Callable
+import textwrap
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -235,25 +242,53 @@ def figures(result: ChatResult) -> str:
     )
 
 
+def own_command() -> str:
+    """How a person runs this KVStream again from the same folder: ``kvstream`` only where that finds this very one."""
+    script = Path(sys.argv[0])
+    if script.stem == "kvstream" and script.is_file():
+        return _typed("kvstream", script)
+    if getattr(sys, "frozen", False):
+        return _typed("kvstream", Path(sys.executable))
+    return f"{_typed('python', Path(sys.executable))} -m kvstream"
+
+
+def _typed(name: str, program: Path) -> str:
+    """``name`` where PATH leads to ``program``, else its path, relative where it is below the working directory."""
+    found = shutil.which(name)
+    # Not resolved: the python of a virtual environment is a link to one that has other packages.
+    path = program.absolute()
+    if found is not None and Path(found).absolute() == path:
+        return name
+    return shlex.quote(str(path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path))
+
+
+# The README shows the same lines, and a test compares them.
+CLIENT = """\
+from openai import OpenAI
+
+client = OpenAI(base_url="{url}/v1", api_key="none")
+model = client.models.list().data[0].id
+stream = client.chat.completions.create(
+    model=model, messages=[{{"role": "user", "content": "Hello!"}}], stream=True
+)
+for chunk in stream:
+    if chunk.choices:
+        print(chunk.choices[0].delta.content or "", end="", flush=True)
+"""
+
+
 def next_steps(url: str, model: str) -> str:
     """What to try next, ready to be pasted."""
     body = json.dumps({"model": model, "messages": [{"role": "user", "content": "Hello!"}], "stream": True})
     return f"""\
-Try it from another terminal:
+Try it from another terminal, in this folder:
 
     curl -N {url}{ROUTE} -H 'Content-Type: application/json' -d '{body}'
+    {own_command()} status --url {url} --watch
 
 or in Python (pip install openai):
 
-    from openai import OpenAI
-    client = OpenAI(base_url="{url}/v1", api_key="unused")
-    for chunk in client.chat.completions.create(
-        model="{model}", messages=[{{"role": "user", "content": "Hello!"}}], stream=True
-    ):
-        print(chunk.choices[0].delta.content or "", end="", flush=True)
-
-and look inside with `kvstream status --url {url} --watch`.
-"""
+{textwrap.indent(CLIENT.format(url=url), "    ")}"""
 
 
 # --- the whole --------------------------------------------------------------------------------------------------------
@@ -270,6 +305,26 @@ async def _present(gateway: Gateway, screen: Screen) -> None:
     screen.say(figures(result), style="green")
     screen.say()
     screen.say(next_steps(gateway.url, await model_name(gateway.url)))
+
+
+async def _unless_signalled(work: Callable[[], Awaitable[None]]) -> int | None:
+    """Do the work, or drop it at a signal; that signal's number. The gateway has its own receiver already, and the
+    one that was opened last hears: so it must run when this is called, and does not learn of the signal."""
+    number = None
+    with trio.open_signal_receiver(signal.SIGINT, signal.SIGTERM) as received:
+        async with trio.open_nursery() as nursery:
+
+            async def listen() -> None:
+                nonlocal number
+                async for heard in received:
+                    number = int(heard)
+                    nursery.cancel_scope.cancel()
+                    return
+
+            nursery.start_soon(listen)
+            await work()
+            nursery.cancel_scope.cancel()
+    return number
 
 
 async def _demo(loaded: Loaded, once: bool, screen: Screen) -> int:
@@ -295,13 +350,20 @@ async def _demo(loaded: Loaded, once: bool, screen: Screen) -> int:
                 code = await serve(loaded, on_ready=on_ready, on_embedded=on_embedded)
                 nursery.cancel_scope.cancel()
 
+            async def first_chat() -> None:
+                await loaded_model.wait()
+                await _present(gateways[0], screen)
+
             nursery.start_soon(serving)
             await ready.wait()
-            await loaded_model.wait()
-            await _present(gateways[0], screen)
-            if once:
+            number = await _unless_signalled(first_chat)
+            if number is not None:
+                screen.rest()
+                screen.say("\nStopped.")
+                code = 128 + number
+            if number is not None or once:
                 nursery.cancel_scope.cancel()
-                return 0
+                return code
             logging.getLogger("kvstream").setLevel(loaded.config.logging.level)
             screen.say(f"Serving on {gateways[0].url} until Ctrl-C.", style="bold")
     finally:

@@ -10,6 +10,7 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -96,6 +97,34 @@ def test_serves_on_until_ctrl_c(environment: dict[str, str], tmp_path: Path) -> 
             assert client.recv(100).startswith(b"HTTP/1.1 200")
         process.send_signal(signal.SIGINT)
         assert process.wait(20) == 0
+    child = re.search(r"process (\d+)", seen)
+    assert child is not None and not Path(f"/proc/{child[1]}").exists()
+
+
+@real
+@pytest.mark.skipif(sys.platform == "win32", reason="signals")
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_before_the_chat_is_over_stops_at_once(
+    environment: dict[str, str], tmp_path: Path, number: signal.Signals
+) -> None:
+    process = subprocess.Popen(
+        demo_command("--port", str(free_port())), env=environment, cwd=tmp_path, stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE, text=True, encoding="utf-8",
+    )
+    assert process.stdout and process.stderr
+    with process, process.stdout, process.stderr:
+        seen = ""
+        for line in process.stdout:
+            seen += line
+            if demo.QUESTION in line:
+                break
+        began = time.monotonic()
+        process.send_signal(number)
+        assert process.wait(20) == 128 + number
+        assert time.monotonic() - began < 8  # STOP_S of llama.cpp at most, not drain_s
+        seen += process.stdout.read()
+        assert process.stderr.read() == ""
+    assert seen.endswith("\nStopped.\n") and "httpx" not in seen
     child = re.search(r"process (\d+)", seen)
     assert child is not None and not Path(f"/proc/{child[1]}").exists()
 
@@ -241,6 +270,31 @@ def test_answer_is_broken_between_words_on_a_terminal_only() -> None:
         lines = file.getvalue().split("\n")
         assert " ".join(lines) == words
         assert (max(map(len, lines)) <= 48 and len(lines) > 1) if terminal else len(lines) == 1
+
+
+def test_commands_to_paste_are_found_as_they_are_printed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = tmp_path / ".venv" / "bin"
+    folder.mkdir(parents=True)
+    for name in ("kvstream", "python"):
+        (folder / name).write_text("#!", "utf-8")
+        (folder / name).chmod(0o755)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PATH", "/nowhere")
+    monkeypatch.setattr(sys, "argv", [".venv/bin/kvstream", "demo"])
+    assert demo.own_command() == ".venv/bin/kvstream"
+    monkeypatch.setattr(sys, "executable", str(folder / "python"))
+    monkeypatch.setattr(sys, "argv", [str(ROOT / "kvstream" / "__main__.py"), "demo"])
+    assert demo.own_command() == ".venv/bin/python -m kvstream"
+    monkeypatch.setenv("PATH", str(folder))
+    assert demo.own_command() == "python -m kvstream"
+    monkeypatch.setattr(sys, "argv", [str(folder / "kvstream"), "demo"])
+    assert demo.own_command() == "kvstream"
+    assert "\n    kvstream status --url http://127.0.0.1:9 --watch\n" in demo.next_steps("http://127.0.0.1:9", "m")
+
+
+def test_the_python_to_paste_is_the_readmes() -> None:
+    shown = demo.CLIENT.format(url="http://127.0.0.1:8080")
+    assert f"```python\n{shown}```" in (ROOT / "README.md").read_text("utf-8")
 
 
 def test_snippets_are_never_wrapped() -> None:
