@@ -4,7 +4,8 @@ Everything heavy is imported inside the functions, so that ``kvstream --version`
 handed to the configuration as text, because it knows the types and bounds: a wrong flag is then reported together with
 everything else that is wrong, and only flags that were really given override the environment and the file.
 
-Exit codes: 0 done; 2 the configuration or the command line is wrong; 3 the port is in use; 1 anything else.
+Exit codes: 0 done; 2 the configuration or the command line is wrong; 3 the port is in use; 130 the demo was stopped by
+Ctrl-C before its chat was over; 1 anything else.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import os
 import sys
 import traceback
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
@@ -25,7 +27,6 @@ from .errors import ConfigError, KVStreamError, PortInUseError
 if TYPE_CHECKING:
     from .config import Loaded
 
-STATUS_URL = "http://127.0.0.1:8080"
 # Set to see where an unexpected error came from; without it the user gets one sentence.
 TRACEBACK_VARIABLE = "KVSTREAM_TRACEBACK"
 
@@ -41,6 +42,11 @@ SERVE_KEYS = MappingProxyType({
     "block_size": "memory.block_size",
     "max_batch": "scheduler.max_batch_size",
     "log_level": "logging.level",
+})
+# What these two set, for --help.
+OTHER_KEYS = MappingProxyType({
+    "model": ("embedded.model", "backend.model"),
+    "no_prefix_cache": ("prefix_cache.enabled",),
 })
 
 
@@ -97,11 +103,35 @@ def _leaves(error: BaseException) -> list[BaseException]:
     return [error]
 
 
+class KeyOption(click.Option):
+    """An option that sets a key of the configuration; its help ends with that key and the default. Looked up when the
+    help is printed: a help text made beforehand would import the configuration for every command."""
+
+    def get_help_record(self, ctx: click.Context) -> tuple[str, str] | None:
+        from .config import KEYS_BY_PATH
+
+        record, name = super().get_help_record(ctx), self.name or ""
+        if record is None:
+            return None
+        paths = (SERVE_KEYS[name],) if name in SERVE_KEYS else OTHER_KEYS[name]
+        about = KEYS_BY_PATH[paths[0]]
+        default = "" if about.default == "" else f"; default {about.show(about.default)}"
+        return record[0], f"{record[1]} [{' or '.join(paths)}{default}]"
+
+
 F = TypeVar("F", bound=Callable[..., Any])
 
 
 def config_option(command: F) -> F:
     return click.option("--config", metavar="PATH", help="TOML file instead of ./kvstream.toml.")(command)
+
+
+key_option = partial(click.option, cls=KeyOption)
+
+
+def url_option(command: F) -> F:
+    return click.option("--url", metavar="URL", help="A running KVStream, instead of the one that the configuration "
+                        "(server.host, server.port) would start on this machine.")(command)
 
 
 @click.group(cls=Commands, context_settings={"help_option_names": ["-h", "--help"]})
@@ -110,25 +140,30 @@ def main() -> None:
     """A proxy in front of your model runtime that hands out its KV memory page by page."""
 
 
-@main.command()
-@click.option("--backend", metavar="KIND", help="Kind of runtime: llamacpp or openai.")
-@click.option("--backend-url", metavar="URL", help="Where the runtime listens.")
-@click.option("--model", metavar="NAME|PATH",
+@main.command(short_help="Serve an OpenAI-compatible API in front of a runtime.")
+@key_option("--backend", metavar="KIND", help="Kind of runtime: llamacpp or openai.")
+@key_option("--backend-url", metavar="URL",
+              help="Where the runtime listens; http://127.0.0.1:8081 unless told otherwise, for llamacpp.")
+@key_option("--model", metavar="NAME|PATH",
               help="A GGUF file: start a llama.cpp server with it. Otherwise the model to ask the runtime for.")
-@click.option("--llama-server", metavar="PATH", help="The llama-server to start, instead of the one on PATH.")
-@click.option("--host", metavar="ADDRESS", help="Address to listen on.")
-@click.option("--port", metavar="N", help="Port to listen on.")
-@click.option("--gpu-blocks", metavar="N|auto", help="Device pages of KV memory.")
-@click.option("--cpu-blocks", metavar="N", help="Host pages of KV memory.")
-@click.option("--block-size", metavar="N", help="Tokens per page.")
-@click.option("--max-batch", metavar="N", help="Most requests running at once.")
-@click.option("--no-prefix-cache", is_flag=True, help="Do not keep prompt prefixes for reuse.")
-@click.option("--log-level", metavar="LEVEL", help="DEBUG, INFO, WARNING or ERROR.")
+@key_option("--llama-server", metavar="PATH", help="The llama-server to start, instead of the one on PATH.")
+@key_option("--host", metavar="ADDRESS", help="Address to listen on.")
+@key_option("--port", metavar="N", help="Port to listen on.")
+@key_option("--gpu-blocks", metavar="N|auto", help="Device pages of KV memory.")
+@key_option("--cpu-blocks", metavar="N", help="Host pages of KV memory; no effect yet.")
+@key_option("--block-size", metavar="N", help="Tokens per page.")
+@key_option("--max-batch", metavar="N", help="Most requests running at once.")
+@key_option("--no-prefix-cache", is_flag=True, help="Do not keep prompt prefixes for reuse.")
+@key_option("--log-level", metavar="LEVEL", help="DEBUG, INFO, WARNING or ERROR.")
 @config_option
 @click.pass_context
 def serve(ctx: click.Context, /, config: str | None, model: str | None, no_prefix_cache: bool,
           **given: str | None) -> None:
-    """Serve an OpenAI-compatible API in front of a runtime."""
+    """Serve an OpenAI-compatible API in front of a runtime.
+
+    In brackets: the key of kvstream.toml that an option sets (see check-config --template), and its default. With a
+    GGUF file as --model no other server is needed.
+    """
     loaded = _load(config, *serve_flags(model, no_prefix_cache, given))
     from .gateway.serve import run
 
@@ -156,49 +191,67 @@ def serve_flags(model: str | None, no_prefix_cache: bool,
     return flags, names
 
 
-def _load(config: str | None, flags: dict[str, object], names: dict[str, str]) -> Loaded:
+def _load(config: str | None, flags: dict[str, object], names: dict[str, str], *, together: bool = True) -> Loaded:
     from .config import load_config
+    from .config_load import doubtful_variables
 
-    return load_config(config, os.environ, flags, names)
+    for line in doubtful_variables(os.environ):
+        click.echo(f"kvstream: warning: {line}", err=True)
+    return load_config(config, os.environ, flags, names, together=together)
 
 
-@main.command()
+def _url(url: str | None, config: str | None) -> str:
+    """Which KVStream to look at: the one named, else the one that this configuration would start here."""
+    from .gateway import statusview
+
+    if url is None:
+        return statusview.url_of(_load(config, {}, {}, together=False).config.server)
+    statusview.check_url(url)
+    return url
+
+
+@main.command(short_help="Start a small real model and chat with it.")
 @click.option("--once", is_flag=True, help="Exit after the first chat instead of serving on.")
-@click.option("--port", metavar="N", help="Port to listen on.")
+@click.option("--port", metavar="N",
+              help="Port to listen on [server.port; default 8080]; a free one where it is taken.")
 @config_option
 @click.pass_context
 def demo(ctx: click.Context, once: bool, port: str | None, config: str | None) -> None:
-    """Start a small real model on a real llama.cpp server and chat with it."""
+    """Start a small real model on a real llama.cpp server and chat with it.
+
+    Then serves on until Ctrl-C. Ctrl-C before the chat is over stops at once, with exit code 130.
+    """
     loaded = _load(config, {} if port is None else {"server.port": port}, {"server.port": "--port"})
     from .gateway.demo import run_demo
 
     ctx.exit(run_demo(loaded, once))
 
 
-@main.command()
-@click.option("--url", default=STATUS_URL, show_default=True, help="A running KVStream.")
+@main.command(short_help="Show queue, seats and pages of a running KVStream.")
+@url_option
+@config_option
 @click.option("--watch", is_flag=True, help="Keep looking, once per second.")
 @click.option("--json", "as_json", is_flag=True, help="The snapshot as JSON (one line per look with --watch).")
 @click.pass_context
-def status(ctx: click.Context, url: str, watch: bool, as_json: bool) -> None:
+def status(ctx: click.Context, url: str | None, config: str | None, watch: bool, as_json: bool) -> None:
     """Show queue, seats and pages of a running KVStream."""
     from .gateway import statusview
 
-    statusview.check_url(url)
+    url = _url(url, config)
     try:
         ctx.exit(statusview.watch(url, as_json) if watch else statusview.show_once(url, as_json))
     except KeyboardInterrupt:  # the ordinary way out of --watch
         ctx.exit(0)
 
 
-@main.command()
-@click.option("--url", default=STATUS_URL, show_default=True, help="A running KVStream.")
-def health(url: str) -> None:
+@main.command(short_help="Say whether a KVStream is alive and ready.")
+@url_option
+@config_option
+def health(url: str | None, config: str | None) -> None:
     """Say whether a KVStream is alive and ready; exit 0 only when it is ready."""
     from .gateway import statusview
 
-    statusview.check_url(url)
-    click.echo(statusview.health_line(url))
+    click.echo(statusview.health_line(_url(url, config)))
 
 
 @main.command("_llama-child", hidden=True, context_settings={"ignore_unknown_options": True, "help_option_names": []})
@@ -211,7 +264,7 @@ def llama_child(ctx: click.Context, argv: tuple[str, ...]) -> None:
     ctx.exit(child(sys.argv[2:]))  # not `argv`: click has taken the "--" out of it
 
 
-@main.command("check-config")
+@main.command("check-config", short_help="Show the effective configuration and its origins.")
 @click.option("--json", "as_json", is_flag=True, help="For programs.")
 @click.option("--template", is_flag=True, help="Print a commented kvstream.toml with every default instead.")
 @config_option

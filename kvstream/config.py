@@ -241,15 +241,18 @@ def load_config(
     env: Mapping[str, str] | None = None,
     flags: Mapping[str, object] | None = None,
     flag_names: Mapping[str, str] | None = None,
+    *,
+    together: bool = True,
 ) -> Loaded:
     """Read, merge and check the configuration.
 
     ``path`` names a TOML file that must exist; without it ``kvstream.toml`` of the working directory is read if it is
     there. ``env`` defaults to ``os.environ``. ``flags`` maps ``section.key`` to a value that was really given on the
-    command line, ``flag_names`` the same paths to how the flag is spelt, for messages.
+    command line, ``flag_names`` the same paths to how the flag is spelt, for messages. Without ``together`` a half of a
+    configuration will do, whose other half is in the flags of another process.
 
     *Errors*: :class:`~kvstream.errors.ConfigError` with every problem of every source, each with its path.
     """
     from .config_load import load
 
-    return load(path, os.environ if env is None else env, flags or {}, flag_names or {})
+    return load(path, os.environ if env is None else env, flags or {}, flag_names or {}, together=together)

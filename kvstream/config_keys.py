@@ -63,7 +63,7 @@ class Key:
         return self.check(value) if self.check else None
 
     def _range_problem(self, value: float) -> str | None:
-        unit = f" {self.unit}" if self.unit else ""
+        unit = f" {self.unit}" if self.unit and self.unit != "fraction" else ""  # one does not say "0.5 fraction"
         if isinstance(value, float) and not math.isfinite(value):
             return f"must be a finite number{unit and ' of' + unit}, not {value}"
         low = 0 if self.low is None else self.low

@@ -28,6 +28,9 @@ from .errors import ConfigError
 FILE_NAME = "kvstream.toml"
 FILE_BYTES_MAX = 2**20  # a configuration is some kilobytes; anything larger is another file named by mistake
 ENV_PREFIX = "KVSTREAM_"
+# Read by others (the 0.1 names by scripts that still set them, Grafana's by its dashboards), or no key at all.
+ENV_OTHERS = ("BACKEND", "BACKEND_URL", "MODEL", "TRACEBACK")
+ENV_OTHER_PREFIXES = ("GRAFANA_", "SERVICE_")  # Kubernetes sets NAME_SERVICE_HOST for a service of that name
 TRUE_WORDS = ("true", "1", "yes", "on")
 FALSE_WORDS = ("false", "0", "no", "off")
 
@@ -120,6 +123,27 @@ def _texts(text: str) -> Any:
         except tomli.TOMLDecodeError:
             return text
     return [word.strip() for word in text.split(",") if word.strip()]
+
+
+# --- variables that were meant to be keys ----------------------------------------------------------------------------
+
+
+def doubtful_variables(env: Mapping[str, str]) -> list[str]:
+    """A line for each variable that looks like a key but lacks the double underscore, and so sets nothing. No error:
+    the prefix is the program's name, and other programs may use it."""
+    spellings: dict[str, list[str]] = {}
+    for about in KEYS:
+        for spelling in (about.name, f"{about.section}_{about.name}"):
+            spellings.setdefault(spelling.upper(), []).append(about.env)
+    lines = []
+    for variable in sorted(env):
+        word = variable.removeprefix(ENV_PREFIX)
+        if word == variable or "__" in word or word in ENV_OTHERS or word.startswith(ENV_OTHER_PREFIXES):
+            continue
+        close = difflib.get_close_matches(word, spellings, n=1, cutoff=0.8)
+        if close and "://" not in env[variable]:  # Kubernetes again: KVSTREAM_PORT=tcp://10.0.0.1:8080
+            lines.append(f"environment {variable}: sets nothing, did you mean {' or '.join(spellings[close[0]])}?")
+    return lines
 
 
 # --- checking one source ----------------------------------------------------------------------------------------------
@@ -272,7 +296,7 @@ def check_together(config: Config) -> list[str]:
 
 
 def load(path: str | os.PathLike[str] | None, env: Mapping[str, str], flags: Mapping[str, object],
-         flag_names: Mapping[str, str]) -> Loaded:
+         flag_names: Mapping[str, str], *, together: bool = True) -> Loaded:
     """See ``config.load_config``."""
     sources = _Sources()
     file = _find_file(path)
@@ -284,7 +308,7 @@ def load(path: str | os.PathLike[str] | None, env: Mapping[str, str], flags: Map
     _take_env(sources, env)
     _take_flags(sources, flags, flag_names)
     config = sources.build()
-    if not sources.problems:  # between keys only once each is right, else one mistake is told twice
+    if together and not sources.problems:  # between keys only once each is right, else one mistake is told twice
         sources.problems.extend(check_together(config))
     if sources.problems:
         raise ConfigError(sources.problems)

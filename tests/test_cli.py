@@ -18,7 +18,7 @@ from click.testing import CliRunner, Result
 from rich.console import Console
 
 from kvstream import __version__, cli
-from kvstream.config import KEYS_BY_PATH, Loaded
+from kvstream.config import KEYS_BY_PATH, Loaded, ServerConfig
 from kvstream.errors import ConfigError, EmbeddedError, PortInUseError
 from kvstream.gateway import statusview
 
@@ -189,6 +189,27 @@ def test_version_and_help() -> None:
         assert invoke(command, "--help").exit_code == 0
 
 
+def test_short_help_is_not_cut_off() -> None:
+    assert "..." not in invoke("--help").output.partition("Commands:")[2]
+
+
+def test_help_of_serve_names_keys_and_defaults() -> None:
+    text = " ".join(invoke("serve", "--help").output.split())
+    for path in cli.SERVE_KEYS.values():
+        assert f"[{path}" in text
+    for said in ("[server.port; default 8080]", "[embedded.model or backend.model]", "no effect yet",
+                 "[prefix_cache.enabled; default true]"):
+        assert said in text
+    assert "a free one where it is taken" in " ".join(invoke("demo", "--help").output.split())
+
+
+def test_variables_that_set_nothing_are_told(served: Served) -> None:
+    result = invoke("serve", env={"KVSTREAM_PORT": "9000"})
+    assert (result.exit_code, result.stdout, result.stderr) == (
+        0, "", "kvstream: warning: environment KVSTREAM_PORT: sets nothing, did you mean KVSTREAM_SERVER__PORT?\n")
+    assert changed(served) == {}
+
+
 def test_the_version_needs_no_heavy_imports() -> None:
     code = ("import sys; from kvstream.cli import main\n"
             "try: main(['--version'])\nexcept SystemExit: pass\n"
@@ -268,6 +289,7 @@ class Fake(ThreadingHTTPServer):
 
     def __init__(self) -> None:
         self.replies: dict[str, tuple[int, bytes]] = {}
+        self.is_kvstream = True
         super().__init__(("127.0.0.1", 0), FakeHandler)
         self.url = f"http://127.0.0.1:{self.server_port}"
 
@@ -277,6 +299,8 @@ class FakeHandler(BaseHTTPRequestHandler):
         status, body = self.server.replies.get(self.path, (404, b"no"))  # type: ignore[attr-defined]
         self.send_response(status)
         self.send_header("Content-Length", str(len(body)))
+        if self.server.is_kvstream:  # type: ignore[attr-defined]
+            self.send_header("X-KVStream-Version", "0.2.0")
         self.end_headers()
         self.wfile.write(body)
 
@@ -313,9 +337,29 @@ def test_status(fake: Fake) -> None:
 def test_status_shows_what_matters() -> None:
     text = rendered(SNAPSHOT)
     row = next(line for line in text.splitlines() if "device" in line)
-    assert [int(word) for word in row.split() if word.isdigit()] == [64, 10, 50, 4, 3]
+    assert [int(word) for word in row.split() if word.isdigit()] == [64, 50, 4, 10, 3]
+    assert "promised (of cached and free)" in text and "host" not in text.replace("127.0.0.1", "")
     assert "req-19" in text and "req-20" not in text and "... and 280 more" in text
     assert "admitted 12, refused 1" in text and "3 nodes, 48 tokens" in text and "up (slow)" in text and "1.3" in text
+
+
+def test_the_host_tier_is_shown_once_it_is_used() -> None:
+    host = {"total": 8192, "free": 8000, "held": 192}
+    assert "host" in rendered({**SNAPSHOT, "pages": {**SNAPSHOT["pages"], "host": host}})
+
+
+def test_status_of_a_runtime_that_is_not_there_yet() -> None:
+    text = rendered({**SNAPSHOT, "state": "loading", "capacity": None, "seats": {"total": 0, "used": 0, "draining": 0},
+                     "pages": {"device": {"total": 0, "held": 0}}, "running": [], "queue": {"length": 0, "bytes": 0}})
+    assert "capacity  not known yet" in text and "seats" not in text and "tier" not in text and "0 waiting" in text
+
+
+@pytest.mark.parametrize(("refused", "shown"), [
+    ({}, "refused 0"), ({"queue_full": 0}, "refused 0"), ({"queue_full": 2, "too_long": 1, "x": 0},
+                                                         "refused 3 (queue_full 2, too_long 1)")])
+def test_counters_by_reason(refused: dict[str, int], shown: str) -> None:
+    lines = rendered({**SNAPSHOT, "counters": {"admitted": 1, "refused": refused}}).splitlines()
+    assert f"counters  admitted 1, {shown}" in [line.rstrip() for line in lines]
 
 
 @pytest.mark.parametrize("snapshot", [
@@ -389,3 +433,39 @@ def test_health(fake: Fake, health: tuple[int, bytes], ready: tuple[int, bytes],
     fake.replies.update({"/health": health, "/ready": ready})
     result = invoke("health", "--url", fake.url)
     assert result.exit_code == code and said in result.output
+
+
+def test_the_health_of_something_else(fake: Fake) -> None:
+    fake.is_kvstream = False
+    fake.replies.update({"/health": (200, b"{}"), "/ready": (200, b"{}")})
+    result = invoke("health", "--url", fake.url)
+    assert (result.exit_code, result.stderr) == (1, f"kvstream: {fake.url} answers, but that is not a KVStream.\n")
+
+
+def test_the_configured_kvstream_is_looked_at(fake: Fake, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    fake.replies.update({"/health": (200, b"{}"), "/ready": (200, b"{}")})
+    fake.replies["/status"] = (200, json.dumps(SNAPSHOT).encode())
+    port = fake.server_port
+    # Half a configuration, whose base_url is on the command line of `serve`, tells where KVStream is all the same.
+    text = f"[server]\nhost = '0.0.0.0'\nport = {port}\n[backend]\ntype = 'openai'\n"
+    Path("kvstream.toml").write_text(text, "utf-8")
+    assert invoke("health").stdout == f"http://127.0.0.1:{port} is alive and ready.\n"
+    assert json.loads(invoke("status", "--json").stdout) == SNAPSHOT
+    other = {"KVSTREAM_SERVER__PORT": "1"}
+    assert "nothing answers at http://127.0.0.1:1." in invoke("health", env=other).stderr
+    assert invoke("health", "--url", fake.url, env=other).exit_code == 0
+    Path("kvstream.toml").rename("other.toml")
+    assert invoke("health", "--config", "other.toml").exit_code == 0
+
+
+@pytest.mark.parametrize(("host", "port", "url"), [
+    ("127.0.0.1", 8080, "http://127.0.0.1:8080"), ("0.0.0.0", 1, "http://127.0.0.1:1"), ("::", 2, "http://[::1]:2"),
+    ("kv.example", 3, "http://kv.example:3")])
+def test_where_a_configuration_listens(host: str, port: int, url: str) -> None:
+    assert statusview.url_of(ServerConfig(host=host, port=port)) == url
+
+
+def test_a_port_that_nobody_knows_beforehand() -> None:
+    result = invoke("status", env={"KVSTREAM_SERVER__PORT": "0"})
+    assert result.exit_code == 2 and "give --url" in result.stderr

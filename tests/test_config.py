@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from kvstream import config_show
 from kvstream.config import KEYS, KEYS_BY_PATH, BackendConfig, Config, Loaded, load_config
 from kvstream.config_keys import SECRET_SHOWN, Key, as_toml
+from kvstream.config_load import doubtful_variables
 from kvstream.errors import ConfigError
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -280,6 +281,29 @@ def test_unknown_variables() -> None:
         "environment KVSTREAM_SERVER__PROT: server.prot: unknown key, did you mean port?",
         "environment KVSTREAM_SEVER__PORT: sever.port: unknown section, did you mean server?",
     ]
+
+
+def test_variables_that_look_like_keys() -> None:
+    env = {"KVSTREAM_PORT": "1", "KVSTREAM_SERVER_PORT": "1", "KVSTREAM_LOG_LEVEL": "x", "KVSTREAM_STALL_S": "1",
+           "KVSTREAM_SERVER__PORT": "1"}
+    assert doubtful_variables(env) == [
+        "environment KVSTREAM_LOG_LEVEL: sets nothing, did you mean KVSTREAM_LOGGING__LEVEL?",
+        "environment KVSTREAM_PORT: sets nothing, did you mean KVSTREAM_SERVER__PORT?",
+        "environment KVSTREAM_SERVER_PORT: sets nothing, did you mean KVSTREAM_SERVER__PORT?",
+        "environment KVSTREAM_STALL_S: sets nothing, did you mean KVSTREAM_SERVER__STALL_S or"
+        " KVSTREAM_UPSTREAM__STALL_S?",
+    ]
+    others = {"KVSTREAM_BACKEND": "x", "KVSTREAM_BACKEND_URL": "x", "KVSTREAM_MODEL": "x", "KVSTREAM_TRACEBACK": "1",
+              "KVSTREAM_GRAFANA_PORT": "1", "KVSTREAM_FILE": "x", "KVSTREAM_": "x", "KVSTREAM": "x", "PORT": "1",
+              "KVSTREAM_PORT": "tcp://10.0.0.1:8080", "KVSTREAM_SERVICE_PORT": "8080"}
+    assert doubtful_variables(others) == []
+
+
+def test_a_fraction_is_no_unit_to_say() -> None:
+    (problem,) = problems(flags={"memory.watermark": 3.0}, flag_names={"memory.watermark": "--it"})
+    assert problem.endswith("must be at most 0.5, not 3.0")
+    (problem,) = problems(flags={"server.stall_s": -1.0}, flag_names={"server.stall_s": "--it"})
+    assert "seconds" in problem
 
 
 def test_every_problem_of_every_source_at_once(write: Any) -> None:

@@ -291,7 +291,7 @@ class EmbeddedServer:
             deaths = 0
             while True:
                 code, up_s = await self._live(argv, env, log, launched)
-                self._on_event(Died(code, log.last_lines()))
+                self._on_event(Died(code, log.last_lines(), self._snapshot.log_path))
                 if not self._ever_up:
                     raise self._never_came_up(code)
                 deaths = 1 if up_s >= UP_S_FORGIVES else deaths + 1

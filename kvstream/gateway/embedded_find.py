@@ -26,7 +26,7 @@ from .embedded_child import clean_environment, read_flags
 FROZEN_SUBCOMMAND = "_llama-child"
 INSTANCES_MAX = 64
 
-LINES_IN_ERROR = 12
+LINES_IN_ERROR = 6  # the rest is in the log file, which is named beside them
 
 Kind = Literal["llama-server", "xllamacpp"]
 State = Literal["starting", "loading", "up", "restarting", "failed", "stopped"]
@@ -106,7 +106,8 @@ def check_model(model: Path) -> None:
     except OSError as error:
         raise EmbeddedError(f"the model file {model} cannot be read: {error.strerror}") from error
     if magic != b"GGUF":
-        raise EmbeddedError(f"{model} is not a GGUF model (it starts with {magic!r}, not with b'GGUF')")
+        begins = magic.decode("ascii", "backslashreplace")
+        raise EmbeddedError(f"{model} is not a GGUF model (it starts with {begins!r}, not with 'GGUF')")
 
 
 def server_flags(
@@ -207,6 +208,7 @@ class Died:
 
     code: int | None
     last_lines: tuple[str, ...]
+    log_path: str = ""
 
 
 @frozen
@@ -256,8 +258,10 @@ def describe_event(event: EmbeddedEvent) -> str:
             return f"loading the model: {elapsed_s:.0f} s{share}{': ' + words if words else ''}"
         case Up(load_s):
             return f"llama.cpp is up after {load_s:.1f} s"
-        case Died(code, last_lines):
-            return "\n  ".join([f"llama.cpp {describe_exit(code)}", *last_lines[-LINES_IN_ERROR:]])
+        case Died(code, last_lines, log_path):
+            shown = [line for line in last_lines if line][-LINES_IN_ERROR:]
+            where = f" (log: {log_path})" if log_path else ""
+            return "\n  ".join([f"llama.cpp {describe_exit(code)}{where}", *shown])
         case Restarting(in_s, restarts):
             return f"llama.cpp restarts in {in_s:g} s (restart {restarts})"
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import click
@@ -19,14 +20,19 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
+from ..config import ServerConfig
 from ..errors import BackendUnavailableError, ConfigError, KVStreamError
 
+VERSION_HEADER = "x-kvstream-version"  # on every answer of a KVStream
 LOOK_EVERY_S = 1.0
 LOOK_TIMEOUT_S = 5.0
 ROWS_MAX = 20  # of the queue and of the running requests; a terminal is not a log
 WAITING_COLUMNS = ("position", "id", "age_s", "tokens", "counted", "priority")
 RUNNING_COLUMNS = ("id", "phase", "state", "age_s", "tokens", "produced", "pages", "cached", "counted", "priority")
-PAGE_COLUMNS = ("total", "free", "held", "cached", "promised", "overdrawn")
+# The first is the sum of the next three; `promised` is not a fourth but a share of the last two of them.
+PAGE_COLUMNS: Mapping[str, str] = MappingProxyType({
+    "total": "total", "held": "held", "cached": "cached", "free": "free",
+    "promised": "promised (of cached and free)", "overdrawn": "overdrawn"})
 
 
 def check_url(url: str) -> None:
@@ -38,6 +44,14 @@ def check_url(url: str) -> None:
         usable = False
     if not usable:
         raise ConfigError(f"--url must be a URL such as http://127.0.0.1:8080, not {url!r}")
+
+
+def url_of(server: ServerConfig) -> str:
+    """Where a KVStream with this configuration is found from its own machine."""
+    host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(server.host, server.host)
+    if server.port == 0:
+        raise ConfigError("server.port is 0, so the port is not known beforehand; give --url")
+    return f"http://{f'[{host}]' if ':' in host else host}:{server.port}"
 
 
 def open_client(url: str) -> httpx.Client:
@@ -106,6 +120,8 @@ def health_line(url: str) -> str:
     with open_client(url) as client:
         alive = get(client, "/health")
         ready = get(client, "/ready")
+    if VERSION_HEADER not in alive.headers:
+        raise KVStreamError(f"{url} answers, but that is not a KVStream.")
     if alive.status_code != 200:
         raise KVStreamError(f"{url} answers {alive.status_code} on /health: not healthy.")
     if ready.status_code != 200:
@@ -134,21 +150,33 @@ def render(snapshot: Mapping[str, Any]) -> RenderableType:
     """A snapshot as tables."""
     if "error" in snapshot:
         return Text(_plain(snapshot["error"]), style="red")
-    parts: list[RenderableType] = [_headline(snapshot), _capacity(_table(snapshot, "capacity"))]
-    seats = _table(snapshot, "seats")
-    queue = _table(snapshot, "queue")
-    parts.append(Text(f"seats     {_n(seats, 'used')} of {_n(seats, 'total')} used, {_n(seats, 'draining')} draining"))
+    capacity, seats, queue = (_table(snapshot, name) for name in ("capacity", "seats", "queue"))
+    parts: list[RenderableType] = [_headline(snapshot), _capacity(capacity)]
+    if capacity:
+        parts.append(Text(f"seats     {_n(seats, 'used')} of {_n(seats, 'total')} used, "
+                          f"{_n(seats, 'draining')} draining"))
     parts.append(Text(f"queue     {_n(queue, 'length')} waiting, {_n(queue, 'bytes')} bytes"))
     prefixes = _table(snapshot, "prefixes")
     parts.append(Text(f"prefixes  {_n(prefixes, 'nodes')} nodes, {_n(prefixes, 'tokens')} tokens"))
-    parts.append(_pages(_table(snapshot, "pages")))
+    pages = _table(snapshot, "pages")
+    if capacity and pages:
+        parts.append(_pages(pages))
     parts.extend(_rows("waiting", _list(queue, "requests"), WAITING_COLUMNS, queue.get("length")))
     parts.extend(_rows("running", _list(snapshot, "running"), RUNNING_COLUMNS, seats.get("used")))
     counters = _table(snapshot, "counters")
     if counters:
-        parts.append(Text("counters  " + ", ".join(f"{_plain(name)} {_plain(count)}"
+        parts.append(Text("counters  " + ", ".join(f"{_plain(name)} {_count(count)}"
                                                    for name, count in counters.items())))
     return Group(*parts)
+
+
+def _count(count: Any) -> str:
+    """A counter, or counters by reason: their sum, and those that are not 0."""
+    if not isinstance(count, dict):
+        return _plain(count)
+    whys = ", ".join(f"{_plain(why)} {_plain(number)}" for why, number in count.items() if number)
+    total = sum(number for number in count.values() if isinstance(number, int))
+    return f"{total} ({whys})" if whys else f"{total}"
 
 
 def _headline(snapshot: Mapping[str, Any]) -> Text:
@@ -161,6 +189,8 @@ def _headline(snapshot: Mapping[str, Any]) -> Text:
 
 
 def _capacity(capacity: Mapping[str, Any]) -> Text:
+    if not capacity:
+        return Text("capacity  not known yet")
     line = Text(f"capacity  {_n(capacity, 'mode')}: {_n(capacity, 'seats')} seats, {_n(capacity, 'pages')} pages of "
                 f"{_n(capacity, 'page_tokens')} tokens, at most {_n(capacity, 'request_tokens_max')} tokens a request "
                 f"(from {_n(capacity, 'source')})")
@@ -170,12 +200,14 @@ def _capacity(capacity: Mapping[str, Any]) -> Text:
 
 
 def _pages(pages: Mapping[str, Any]) -> Table:
-    columns = [column for column in PAGE_COLUMNS if any(column in _table(pages, tier) for tier in pages)]
+    # The host tier is configured before anything can use it; a row of it would be taken for memory in use.
+    tiers = [tier for tier in pages if tier != "host" or _table(pages, tier).get("held")]
+    columns = [column for column in PAGE_COLUMNS if any(column in _table(pages, tier) for tier in tiers)]
     table = Table(title="pages", title_justify="left")
     table.add_column("tier")
     for column in columns:
-        table.add_column(column, justify="right")
-    for tier in pages:
+        table.add_column(PAGE_COLUMNS[column], justify="right")
+    for tier in tiers:
         counts = _table(pages, tier)
         table.add_row(_plain(tier), *(Text(_n(counts, column)) for column in columns))
     return table

@@ -379,10 +379,16 @@ async def test_model_file_is_checked_first(tmp_path: Path) -> None:
     text = tmp_path / "readme.gguf"
     text.write_text("hello", encoding="utf-8")
     for path, words in (
-        (tmp_path / "none.gguf", "does not exist"), (text, "is not a GGUF model"), (tmp_path, "cannot be read")
+        (tmp_path / "none.gguf", "does not exist"), (tmp_path, "cannot be read"),
+        (text, "is not a GGUF model (it starts with 'hell', not with 'GGUF')"),
     ):
         assert words in await refusal(EmbeddedSpec(path, state_dir=tmp_path / "s"))
     assert not (tmp_path / "s").exists()
+
+
+def test_a_death_is_told_in_a_few_lines() -> None:
+    said = describe_event(Died(1, ("", *(f"line {n}" for n in range(20)), ""), "/s/llama-server.log")).splitlines()
+    assert said == ["llama.cpp ended with code 1 (log: /s/llama-server.log)", *(f"  line {n}" for n in range(14, 20))]
 
 
 @real
