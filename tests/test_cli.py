@@ -337,8 +337,8 @@ def test_status(fake: Fake) -> None:
 def test_status_shows_what_matters() -> None:
     text = rendered(SNAPSHOT)
     row = next(line for line in text.splitlines() if "device" in line)
-    assert [int(word) for word in row.split() if word.isdigit()] == [64, 50, 4, 10, 3]
-    assert "promised (of cached and free)" in text and "host" not in text.replace("127.0.0.1", "")
+    assert [int(word) for word in row.split() if word.isdigit()] == [64, 10, 50, 4, 3]
+    assert "promised is part of free and cached" in text and "host" not in text.replace("127.0.0.1", "")
     assert "req-19" in text and "req-20" not in text and "... and 280 more" in text
     assert "admitted 12, refused 1" in text and "3 nodes, 48 tokens" in text and "up (slow)" in text and "1.3" in text
 
@@ -352,6 +352,11 @@ def test_status_of_a_runtime_that_is_not_there_yet() -> None:
     text = rendered({**SNAPSHOT, "state": "loading", "capacity": None, "seats": {"total": 0, "used": 0, "draining": 0},
                      "pages": {"device": {"total": 0, "held": 0}}, "running": [], "queue": {"length": 0, "bytes": 0}})
     assert "capacity  not known yet" in text and "seats" not in text and "tier" not in text and "0 waiting" in text
+
+
+def test_status_of_a_runtime_that_went_away() -> None:
+    assert "as last known" in rendered({**SNAPSHOT, "backend": {"state": "down"}})
+    assert "as last known" not in rendered(SNAPSHOT)
 
 
 @pytest.mark.parametrize(("refused", "shown"), [

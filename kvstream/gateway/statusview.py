@@ -10,7 +10,6 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Mapping, Sequence
-from types import MappingProxyType
 from typing import Any
 
 import click
@@ -29,10 +28,8 @@ LOOK_TIMEOUT_S = 5.0
 ROWS_MAX = 20  # of the queue and of the running requests; a terminal is not a log
 WAITING_COLUMNS = ("position", "id", "age_s", "tokens", "counted", "priority")
 RUNNING_COLUMNS = ("id", "phase", "state", "age_s", "tokens", "produced", "pages", "cached", "counted", "priority")
-# The first is the sum of the next three; `promised` is not a fourth but a share of the last two of them.
-PAGE_COLUMNS: Mapping[str, str] = MappingProxyType({
-    "total": "total", "held": "held", "cached": "cached", "free": "free",
-    "promised": "promised (of cached and free)", "overdrawn": "overdrawn"})
+PAGE_COLUMNS = ("total", "free", "held", "cached", "promised", "overdrawn")
+PAGE_CAPTION = "cached is part of held; promised is part of free and cached"  # a row of numbers asks to be summed
 
 
 def check_url(url: str) -> None:
@@ -151,7 +148,7 @@ def render(snapshot: Mapping[str, Any]) -> RenderableType:
     if "error" in snapshot:
         return Text(_plain(snapshot["error"]), style="red")
     capacity, seats, queue = (_table(snapshot, name) for name in ("capacity", "seats", "queue"))
-    parts: list[RenderableType] = [_headline(snapshot), _capacity(capacity)]
+    parts: list[RenderableType] = [_headline(snapshot), _capacity(capacity, _table(snapshot, "backend"))]
     if capacity:
         parts.append(Text(f"seats     {_n(seats, 'used')} of {_n(seats, 'total')} used, "
                           f"{_n(seats, 'draining')} draining"))
@@ -188,10 +185,11 @@ def _headline(snapshot: Mapping[str, Any]) -> Text:
     return line
 
 
-def _capacity(capacity: Mapping[str, Any]) -> Text:
+def _capacity(capacity: Mapping[str, Any], backend: Mapping[str, Any]) -> Text:
     if not capacity:
         return Text("capacity  not known yet")
-    line = Text(f"capacity  {_n(capacity, 'mode')}: {_n(capacity, 'seats')} seats, {_n(capacity, 'pages')} pages of "
+    was = "as last known, " if backend.get("state") in ("loading", "down", "failed") else ""
+    line = Text(f"capacity  {was}{_n(capacity, 'mode')}: {_n(capacity, 'seats')} seats, {_n(capacity, 'pages')} pages of "
                 f"{_n(capacity, 'page_tokens')} tokens, at most {_n(capacity, 'request_tokens_max')} tokens a request "
                 f"(from {_n(capacity, 'source')})")
     for note in _list(capacity, "notes"):
@@ -203,10 +201,11 @@ def _pages(pages: Mapping[str, Any]) -> Table:
     # The host tier is configured before anything can use it; a row of it would be taken for memory in use.
     tiers = [tier for tier in pages if tier != "host" or _table(pages, tier).get("held")]
     columns = [column for column in PAGE_COLUMNS if any(column in _table(pages, tier) for tier in tiers)]
-    table = Table(title="pages", title_justify="left")
+    table = Table(title="pages", title_justify="left", caption=PAGE_CAPTION if "promised" in columns else None,
+                  caption_justify="left")
     table.add_column("tier")
     for column in columns:
-        table.add_column(PAGE_COLUMNS[column], justify="right")
+        table.add_column(column, justify="right")
     for tier in tiers:
         counts = _table(pages, tier)
         table.add_row(_plain(tier), *(Text(_n(counts, column)) for column in columns))
