@@ -29,7 +29,7 @@ ROWS_MAX = 20  # of the queue and of the running requests; a terminal is not a l
 WAITING_COLUMNS = ("position", "id", "age_s", "tokens", "counted", "priority")
 RUNNING_COLUMNS = ("id", "phase", "state", "age_s", "tokens", "produced", "pages", "cached", "counted", "priority")
 PAGE_COLUMNS = ("total", "free", "held", "cached", "promised", "overdrawn")
-PAGE_CAPTION = "cached is part of held; promised is part of free and cached"  # a row of numbers asks to be summed
+PAGES_READ = "cached is part of held; promised is part of free and cached"  # a row of numbers asks to be summed
 
 
 def check_url(url: str) -> None:
@@ -157,7 +157,7 @@ def render(snapshot: Mapping[str, Any]) -> RenderableType:
     parts.append(Text(f"prefixes  {_n(prefixes, 'nodes')} nodes, {_n(prefixes, 'tokens')} tokens"))
     pages = _table(snapshot, "pages")
     if capacity and pages:
-        parts.append(_pages(pages))
+        parts += [_pages(pages), Text(PAGES_READ)]
     parts.extend(_rows("waiting", _list(queue, "requests"), WAITING_COLUMNS, queue.get("length")))
     parts.extend(_rows("running", _list(snapshot, "running"), RUNNING_COLUMNS, seats.get("used")))
     counters = _table(snapshot, "counters")
@@ -189,8 +189,8 @@ def _capacity(capacity: Mapping[str, Any], backend: Mapping[str, Any]) -> Text:
     if not capacity:
         return Text("capacity  not known yet")
     was = "as last known, " if backend.get("state") in ("loading", "down", "failed") else ""
-    line = Text(f"capacity  {was}{_n(capacity, 'mode')}: {_n(capacity, 'seats')} seats, {_n(capacity, 'pages')} pages of "
-                f"{_n(capacity, 'page_tokens')} tokens, at most {_n(capacity, 'request_tokens_max')} tokens a request "
+    line = Text(f"capacity  {was}{_n(capacity, 'mode')}: {_n(capacity, 'seats')} seats, {_n(capacity, 'pages')} pages "
+                f"of {_n(capacity, 'page_tokens')} tokens, at most {_n(capacity, 'request_tokens_max')} tokens a request "
                 f"(from {_n(capacity, 'source')})")
     for note in _list(capacity, "notes"):
         line.append(f"\n          note: {_plain(note)}", style="yellow")
@@ -201,8 +201,7 @@ def _pages(pages: Mapping[str, Any]) -> Table:
     # The host tier is configured before anything can use it; a row of it would be taken for memory in use.
     tiers = [tier for tier in pages if tier != "host" or _table(pages, tier).get("held")]
     columns = [column for column in PAGE_COLUMNS if any(column in _table(pages, tier) for tier in tiers)]
-    table = Table(title="pages", title_justify="left", caption=PAGE_CAPTION if "promised" in columns else None,
-                  caption_justify="left")
+    table = Table(title="pages", title_justify="left")
     table.add_column("tier")
     for column in columns:
         table.add_column(column, justify="right")
