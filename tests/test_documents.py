@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import importlib
 import re
 import tomllib
 from pathlib import Path
@@ -14,6 +15,7 @@ import pytest
 import kvstream
 from kvstream import cli
 from kvstream.config import KEYS_BY_PATH, SECTIONS
+from kvstream.gateway import statusview
 
 ROOT = Path(__file__).resolve().parents[1]
 DOCUMENTS = ("README.md", "CONTRIBUTING.md", "SECURITY.md")
@@ -83,6 +85,29 @@ def test_the_examples_are_python() -> None:
     for node in ast.walk(ast.parse(fenced("example: library", "python"))):
         if isinstance(node, ast.ImportFrom) and node.module == "kvstream":
             assert {alias.name for alias in node.names} <= set(kvstream.__all__)
+
+
+def test_the_examples_import_what_exists() -> None:
+    for block in re.findall(r"```python\n(.*?)```", text_of("README.md"), re.DOTALL):
+        for node in ast.walk(ast.parse(block)):
+            if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("kvstream"):
+                module = importlib.import_module(str(node.module))
+                assert all(hasattr(module, alias.name) for alias in node.names), ast.unparse(node)
+
+
+def test_what_a_newcomer_types_comes_in_order() -> None:
+    text = text_of("README.md")
+    places = [text.find(words) for words in (
+        "git clone", "cd kvstream", "<!-- command: demo -->", ". .venv/bin/activate", "\nkvstream serve --model",
+        "pip install openai", "from openai import")]
+    assert -1 not in places and places == sorted(places)
+
+
+def test_the_words_of_status_are_explained() -> None:
+    glossary = text_of("README.md").partition("The words of `kvstream status`")[2].partition("\n## ")[0]
+    words = " ".join(re.findall(r"(?m)^\| (.*?) \|", glossary))
+    for word in (*statusview.PAGE_COLUMNS, "draining", "counted", "exact", "estimated", "accounted", "verified", "host"):
+        assert word in words, word
 
 
 def test_recipes_name_files_of_the_repository() -> None:

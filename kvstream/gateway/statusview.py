@@ -190,8 +190,8 @@ def _capacity(capacity: Mapping[str, Any], backend: Mapping[str, Any]) -> Text:
         return Text("capacity  not known yet")
     was = "as last known, " if backend.get("state") in ("loading", "down", "failed") else ""
     line = Text(f"capacity  {was}{_n(capacity, 'mode')}: {_n(capacity, 'seats')} seats, {_n(capacity, 'pages')} pages "
-                f"of {_n(capacity, 'page_tokens')} tokens, at most {_n(capacity, 'request_tokens_max')} tokens a request "
-                f"(from {_n(capacity, 'source')})")
+                f"of {_n(capacity, 'page_tokens')} tokens, at most "
+                f"{_n(capacity, 'request_tokens_max')} tokens a request (from {_n(capacity, 'source')})")
     for note in _list(capacity, "notes"):
         line.append(f"\n          note: {_plain(note)}", style="yellow")
     return line
