@@ -238,7 +238,7 @@ class Engine:
         if stream.usage and stream.prompt is not None:
             self.counter.learn(stream.request, stream.prompt, stream.usage.prompt)
         self.metrics.ended(stream, error)
-        log_request(stream)
+        log_request(stream, error)
 
     # --- requests -----------------------------------------------------------------------------------------------------
 

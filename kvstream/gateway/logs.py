@@ -6,10 +6,10 @@ import json
 import logging
 import sys
 import time
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-if TYPE_CHECKING:
-    from .stream import Stream
+from ..errors import KVStreamError
+from .stream import Stream, outcome_of, outcome_of_refusal
 
 request_log = logging.getLogger("kvstream.request")
 
@@ -38,7 +38,8 @@ class TextFormatter(logging.Formatter):
         text = f"{clock} {record.levelname:<7} {record.name.removeprefix('kvstream.'):<8} {record.getMessage()}"
         fields = getattr(record, "fields", {})
         if fields:
-            text += " " + " ".join(f"{k}={v}" for k, v in fields.items() if v is not None)
+            # the outcome is the message already
+            text += " " + " ".join(f"{k}={v}" for k, v in fields.items() if v is not None and k != "outcome")
         if record.exc_info:
             text += "\n" + self.formatException(record.exc_info)
         return text.replace("\r", " ")
@@ -54,7 +55,7 @@ def set_up_logging(level: str, style: str) -> None:
     logging.getLogger("kvstream").setLevel(level)
 
 
-def log_request(stream: Stream) -> None:
+def log_request(stream: Stream, error: KVStreamError | None) -> None:
     """The one line per request: what it was, how it ended, how long it waited, what it cost."""
     if not request_log.isEnabledFor(logging.INFO):
         return
@@ -63,11 +64,20 @@ def log_request(stream: Stream) -> None:
         return None if end is None or start is None else round((end - start) * 1000)
 
     usage, lease = stream.usage, stream.lease
-    request_log.info("%s", stream.outcome, extra={"fields": {
-        "id": stream.name, "route": stream.request.route, "outcome": stream.outcome, "phase": stream.phase,
+    outcome = outcome_of(stream, error)
+    request_log.info("%s", outcome, extra={"fields": {
+        "id": stream.name, "route": stream.request.route, "outcome": outcome, "error": error.code if error else None,
+        "phase": stream.phase,
         "stream": stream.request.stream, "queue_ms": ms(stream.granted or stream.ended, stream.arrived),
         "ttft_ms": ms(stream.first_token, stream.arrived), "total_ms": ms(stream.ended, stream.arrived),
         "prompt_tokens": usage.prompt if usage else stream.tokens_prompt, "counted": stream.count_source.value,
         "cached_expected": lease.tokens_cached if lease else None, "cached": usage.cached if usage else None,
         "answer_tokens": usage.completion if usage else stream.tokens, "finish": stream.finish_reason,
     }})
+
+
+def log_turned_away(name: str, route: str, error: KVStreamError) -> None:
+    """The same for a request that never had a place in the queue."""
+    outcome = outcome_of_refusal(error)
+    request_log.info("%s", outcome, extra={"fields": {
+        "id": name, "route": route, "outcome": outcome, "error": error.code, "status": error.status}})

@@ -15,6 +15,7 @@ from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
 from prometheus_client.registry import Collector
 
 from ..errors import KVStreamError
+from .stream import outcome_of, outcome_of_refusal
 
 if TYPE_CHECKING:
     from ..core.snapshot import Snapshot
@@ -86,20 +87,27 @@ class Metrics:
     def ended(self, stream: Stream, error: KVStreamError | None) -> None:
         """Book a request that is over. ``served`` only after its last event."""
         assert stream.ended is not None
-        route, outcome = stream.request.route, _outcome(stream, error)
+        route, outcome = stream.request.route, outcome_of(stream, error)
         self.requests.labels(route, outcome).inc()
         if stream.lease is None:
             self.queue_wait.labels(outcome).observe(stream.ended - stream.arrived)
         if outcome == "cancelled":
             self.cancelled.labels(stream.phase).inc()
         elif outcome == "refused":
-            self.refused.labels(stream.outcome or "").inc()
+            self.refused.labels(error.code if error else "").inc()
         elif outcome == "upstream_error" and error is not None:
             self.backend_errors.labels(error.code).inc()
         elif outcome == "served":
             self.duration.labels(route).observe(stream.ended - stream.arrived)
             self.unfinished.inc(stream.unfinished)
         self._tokens(stream, route)
+
+    def turned_away(self, route: str, error: KVStreamError) -> None:
+        """Book a request that was refused before it had a place in the queue."""
+        outcome = outcome_of_refusal(error)
+        self.requests.labels(route, outcome).inc()
+        if outcome == "refused":
+            self.refused.labels(error.code).inc()
 
     def _tokens(self, stream: Stream, route: str) -> None:
         usage = stream.usage
@@ -120,19 +128,6 @@ class Metrics:
 
     def exposition(self) -> bytes:
         return generate_latest(self.registry)
-
-
-def _outcome(stream: Stream, error: KVStreamError | None) -> str:
-    """``served``, ``cancelled``, ``refused``, ``client_error``, ``upstream_error``, ``stalled``, ``cut``."""
-    if stream.outcome == "finished":
-        return "served"
-    if stream.outcome in ("cancelled", "stalled"):
-        return stream.outcome
-    if stream.outcome == "truncated" or stream.cut is not None:
-        return "cut"
-    if stream.outcome != "failed":
-        return "refused"
-    return "client_error" if error is not None and error.status < 500 else "upstream_error"
 
 
 class _EngineGauges(Collector):

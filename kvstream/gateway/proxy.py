@@ -7,7 +7,6 @@ whichever way that block is left, the queue place or the seat returns.
 from __future__ import annotations
 
 import json
-import logging
 import uuid
 from typing import Any
 
@@ -31,10 +30,9 @@ from .asgi import (
     wait_disconnect,
 )
 from .engine import Engine
+from .logs import log_turned_away
 from .request import COMPLETIONS, Incoming, parse_request
 from .stream import Stream
-
-log = logging.getLogger("kvstream.request")
 
 PING = b": ping\n\n"
 
@@ -74,7 +72,7 @@ class Proxy:
         except ClientGoneError:
             return
         except KVStreamError as error:
-            log.info("refused", extra={"fields": {"id": request_id, "route": route, "outcome": error.code}})
+            self._turned_away(request_id, route, error)
             if body.ended:
                 await send_error(send, error, headers)
             else:
@@ -87,17 +85,26 @@ class Proxy:
 
     async def _serve(self, incoming: Incoming, send: Send, headers: Headers, request_id: str) -> None:
         request = incoming.proxy
+        held = False
         try:
             async with self._engine.open_stream(
                 request, client=incoming.client, priority=incoming.priority, name=request_id
             ) as stream:
+                held = True
                 headers.append((b"x-kvstream-count", stream.count_source.value.encode()))
                 if request.stream:
                     await _SseAnswer(stream, send, headers, self._settings.keepalive_s).run()
                 else:
                     await self._answer_whole(stream, send, headers)
         except KVStreamError as error:  # nothing was sent yet: see _SseAnswer
+            if not held:
+                self._turned_away(request_id, request.route, error)
             await send_error(send, error, headers)
+
+    def _turned_away(self, request_id: str, route: str, error: KVStreamError) -> None:
+        """Every request has its line and its count, also one that the engine never held."""
+        log_turned_away(request_id, route, error)
+        self._engine.metrics.turned_away(route, error)
 
     async def _answer_whole(self, stream: Stream, send: Send, headers: Headers) -> None:
         """Assemble a streamed answer for a client that wants it in one piece."""

@@ -138,6 +138,8 @@ def _check_content(route: str, view: Mapping[str, Any]) -> None:
         messages = view.get("messages")
         if not isinstance(messages, list):
             raise InvalidRequestError("'messages' must be a list of messages", param="messages")
+        if not messages:
+            raise InvalidRequestError("'messages' must have at least one message", param="messages")
         for index, message in enumerate(messages):
             if not isinstance(message, dict):
                 raise InvalidRequestError(f"messages[{index}] must be an object", param=f"messages[{index}]")

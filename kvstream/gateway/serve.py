@@ -18,7 +18,7 @@ from __future__ import annotations
 import logging
 import signal
 import sys
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping, Sized
 from contextlib import AsyncExitStack, asynccontextmanager
 from types import MappingProxyType
 from typing import Any
@@ -149,8 +149,8 @@ class Gateway:
             await self.engine.wait_idle()
             await self.app.wait_idle()
             return
-        log.warning("still %d requests after server.drain_s = %g s; ending them",
-                    len(self.engine.streams), config.drain_s)
+        left = counted(self.engine.streams, "request")
+        log.warning("server.drain_s = %g s are over; ending %s", config.drain_s, left)
         self.engine.abort(ShuttingDownError("the gateway is shutting down", retry_after_s=5))
         with trio.move_on_after(LAST_FRAMES_S):
             await self.app.wait_idle()
@@ -231,7 +231,8 @@ def _extra_status(config: Config, embedded: EmbeddedServer | None) -> Mapping[st
                        "why": "saving and restoring KV through /slots is not built yet"},
     }
     if embedded is not None:
-        extra["embedded"] = attrs.asdict(embedded.snapshot())
+        snapshot = attrs.asdict(embedded.snapshot())
+        extra["embedded"] = snapshot | {"since_s": round(trio.current_time() - snapshot.pop("since"), 3)}
     return extra
 
 
@@ -267,7 +268,7 @@ async def serve(loaded: Loaded, *, on_ready: Callable[[Gateway], None] | None = 
             if on_ready is not None:
                 on_ready(gateway)
             async for number in received:
-                log.info("%s: draining", signal.Signals(number).name)
+                log.info("%s: no new requests; %s; again leaves at once", signal.Signals(number).name, _going(gateway))
                 break
             async with trio.open_nursery() as nursery:
                 async def second() -> None:
@@ -283,6 +284,25 @@ async def serve(loaded: Loaded, *, on_ready: Callable[[Gateway], None] | None = 
                 nursery.cancel_scope.cancel()
     log.info("stopped")
     return code
+
+
+def _going(gateway: Gateway) -> str:
+    """What a drain waits for, in words."""
+    streams = gateway.engine.streams.values()
+    running, settings = [s for s in streams if s.lease is not None], gateway.config.server
+    text = "none is running"
+    if running:
+        text = f"{counted(running, 'running request')} may take {settings.drain_s:g} s more"
+    waiting = [s for s in streams if s.lease is None]
+    if waiting:
+        fate = "refused" if settings.drain_queued == "refuse" else "still served"
+        text += f", {counted(waiting, 'waiting request')} will be {fate}"
+    return text
+
+
+def counted(things: Sized, noun: str) -> str:
+    """``1 request``, ``2 requests``."""
+    return f"{len(things)} {noun}{'' if len(things) == 1 else 's'}"
 
 
 def _signals() -> tuple[signal.Signals, ...]:

@@ -13,7 +13,7 @@ from attrs import define, frozen
 from ..adapters.base import ProxyRequest, UpstreamEvent, UsageNumbers
 from ..core.messages import Admit
 from ..core.types import CountSource, EndReason, Priority, RequestId
-from ..errors import KVStreamError, ReaderStalledError
+from ..errors import KVStreamError, OverloadError, ReaderStalledError
 from .buffer import EventBuffer
 from .count import PromptCount
 
@@ -104,3 +104,22 @@ def end_reason(stream: Stream, error: BaseException | None) -> EndReason:
     if isinstance(error, ReaderStalledError):
         return EndReason.STALLED
     return EndReason.FAILED
+
+
+def outcome_of(stream: Stream, error: KVStreamError | None) -> str:
+    """How a request ended, in a word: ``served``, ``cancelled``, ``refused``, ``client_error``, ``upstream_error``,
+    ``stalled``, ``cut``."""
+    if stream.outcome == "finished":
+        return "served"
+    if stream.outcome in ("cancelled", "stalled"):
+        return stream.outcome
+    if stream.outcome == "truncated" or stream.cut is not None:
+        return "cut"
+    if stream.outcome != "failed":
+        return "refused"
+    return "client_error" if error is not None and error.status < 500 else "upstream_error"
+
+
+def outcome_of_refusal(error: KVStreamError) -> str:
+    """The same for a request that was turned away at the door: its own fault, or ours."""
+    return "client_error" if error.status < 500 and not isinstance(error, OverloadError) else "refused"

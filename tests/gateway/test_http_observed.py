@@ -53,7 +53,11 @@ async def test_one_log_line_per_request(autojump_clock: Any, caplog: pytest.LogC
         await trio.sleep(0.1)
         records = [r for r in caplog.records if r.name == "kvstream.request"]
         lines = [json.loads(JsonFormatter().format(r)) for r in records]
-        assert [line["outcome"] for line in lines] == ["finished", "timeout", "invalid_request", "cancelled"]
+        assert [line["outcome"] for line in lines] == ["served", "refused", "client_error", "cancelled"]
+        assert [line["error"] for line in lines] == [None, "queue_timeout", "invalid_request", None]
+        for line in lines:
+            assert metric(lane.metrics, "kvstream_requests_total", route=CHAT, outcome=line["outcome"]) == 1
+        assert metric(lane.metrics, "kvstream_refused_total", reason="queue_timeout") == 1
         assert len({line["id"] for line in lines}) == 4
         assert {line["route"] for line in lines} == {CHAT}
         assert lines[0]["answer_tokens"] == 16 and lines[0]["finish"] == "stop" and lines[0]["ttft_ms"] > 0
@@ -173,3 +177,17 @@ async def test_a_stuck_connection_is_closed() -> None:
         await rig.until(rig.idle)
         await rig.until(lambda: rig.engine.metrics.open_connections._value.get() == 0, 5)
         await stuck.close()
+
+
+async def test_a_request_turned_away_at_the_door_is_logged_and_counted(
+    autojump_clock: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with open_lane(knobs={"refuse": True}) as lane:
+        call = await lane.post(chat())
+        assert call.status == 503
+        [record] = [r for r in caplog.records if r.name == "kvstream.request"]
+        line = json.loads(JsonFormatter().format(record))
+        assert (line["outcome"], line["error"], line["status"]) == ("refused", "backend_unavailable", 503)
+        assert line["id"] == call.headers["x-request-id"]
+        assert metric(lane.metrics, "kvstream_requests_total", route=CHAT, outcome="refused") == 1
+        assert metric(lane.metrics, "kvstream_refused_total", reason="backend_unavailable") == 1
