@@ -1,4 +1,4 @@
-"""Counts, ids and figures from outside that nobody would believe: they may be wrong, the gateway must not die of them."""
+"""Counts, ids and figures from outside that nobody would believe: they may be wrong, but the gateway lives on."""
 
 from __future__ import annotations
 
