@@ -11,6 +11,7 @@ from attrs import define, field
 from .base import Finished, UsageNumbers
 
 _NOT_OUTPUT = frozenset({"role"})
+COUNT_MAX = 10**9  # no context is longer, and sums of it stay exact in a float (metrics add counts up as such)
 
 
 @define
@@ -79,7 +80,7 @@ def usage_numbers(data: Mapping[str, Any]) -> UsageNumbers | None:
         return UsageNumbers(
             as_count(usage["prompt_tokens"]),
             as_count(usage.get("completion_tokens")),
-            cached if isinstance(cached, int) else timed_cache,
+            as_count(cached) if isinstance(cached, int) else timed_cache,
         )
     if isinstance(timings, dict) and "prompt_n" in timings:
         prompt = (timed_cache or 0) + as_count(timings["prompt_n"])
@@ -88,8 +89,8 @@ def usage_numbers(data: Mapping[str, Any]) -> UsageNumbers | None:
 
 
 def as_count(value: Any) -> int:
-    """A count from somebody else's JSON: anything odd is 0."""
-    return value if isinstance(value, int) and not isinstance(value, bool) and value > 0 else 0
+    """A count from somebody else's JSON: anything odd is 0, an absurd one ``COUNT_MAX``."""
+    return min(value, COUNT_MAX) if isinstance(value, int) and not isinstance(value, bool) and value > 0 else 0
 
 
 def parse_json(text: bytes) -> Any:

@@ -25,7 +25,8 @@ _TOO_LONG = re.compile(
     r"|prompt is too long",  # Anthropic dialects
     re.IGNORECASE | re.DOTALL,
 )
-_LOADING = re.compile(r"loading model|model is loading|server loading", re.IGNORECASE)
+# "error loading model ..." (Ollama, out of memory) is the end of loading: waiting for it would never end.
+_LOADING = re.compile(r"(?<!error )(?<!failed )loading model|model is loading|server loading", re.IGNORECASE)
 _NO_MODEL = re.compile(
     r"model\b.{0,200}\b(not found|does not exist|not loaded|is not available)|no models? loaded"
     r"|model not (found|loaded)|No OpenAIService provider found|try pulling it first",

@@ -219,7 +219,7 @@ class LlamaCppBackend(OpenAIBackend):
             prompt = prompt[0]
         if isinstance(prompt, str):
             return self._tokenize(request, prompt)
-        if isinstance(prompt, list) and prompt and all(type(item) is int for item in prompt):
+        if isinstance(prompt, list) and prompt and _are_ids(prompt):
             return tuple(prompt)
         return None
 
@@ -230,7 +230,7 @@ class LlamaCppBackend(OpenAIBackend):
         if isinstance(data.get("prompt"), str):
             return self._tokenize(request, data["prompt"])
         tokens = data.get("tokens")
-        return tuple(tokens) if isinstance(tokens, list) and all(type(item) is int for item in tokens) else None
+        return tuple(tokens) if isinstance(tokens, list) and _are_ids(tokens) else None
 
     def _tokenize(self, request: ProxyRequest, text: str) -> HttpCall:
         # As the server itself does for a prompt; it takes care not to put a second BOS before a rendered one.
@@ -242,6 +242,11 @@ class LlamaCppBackend(OpenAIBackend):
         model = request.model or self.model
         changed = edit(body, view, {"model": model}) if model and not view.get("model") else body
         return HttpCall("POST", path, self.headers(request.headers, "application/json"), changed)
+
+
+def _are_ids(items: list[Any]) -> bool:
+    """Whether all items are token ids; others cannot be packed into page keys, and are for the runtime to refuse."""
+    return all(type(item) is int and 0 <= item < 2**32 for item in items)
 
 
 def _has_media(messages: Any) -> bool:

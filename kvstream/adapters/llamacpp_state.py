@@ -7,6 +7,7 @@ from typing import Any
 from attrs import frozen
 
 from .base import HttpReply
+from .chunks import as_count
 
 _PROBE_BYTES_FIXED, _PROBE_BYTES_PER_STREAM = 32, 4
 
@@ -65,7 +66,7 @@ def empty_slot(reply: HttpReply | None) -> int | None:
 def idle_slot(reply: HttpReply | None) -> int | None:
     """The idle slot that holds the least."""
     idle = [row for row in slots_of(reply) or () if row.get("is_processing") is False]
-    least = min(idle, key=lambda row: row.get("n_prompt_tokens") or 0, default=None)
+    least = min(idle, key=lambda row: as_count(row.get("n_prompt_tokens")), default=None)
     return None if least is None else int(least["id"])
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from math import isfinite
 
 from attrs import frozen
 
@@ -32,5 +33,7 @@ def samples_of(body: bytes, prefixes: tuple[str, ...]) -> list[Sample]:
             value = float(match[3])
         except ValueError:
             continue
+        if not isfinite(value):
+            continue  # nothing we read can be NaN or infinite
         found.append(Sample(match[1], dict(_LABEL.findall(match[2] or "")), value))
     return found

@@ -261,7 +261,7 @@ class VllmBlocks:
         for sample in samples_of(reply.body, ("vllm:", "process_start_time_seconds")):
             if sample.name == "vllm:cache_config_info":
                 count, size = sample.labels.get("num_gpu_blocks", ""), sample.labels.get("block_size", "")
-                if count.isdecimal() and size.isdecimal():
+                if count.isdecimal() and size.isdecimal() and len(count) + len(size) < 30:
                     blocks, block_tokens = blocks + int(count), int(size)
             elif sample.name == "vllm:num_requests_waiting":
                 waiting += sample.value

@@ -36,6 +36,7 @@ from .state import Running, Waiting
 from .table import PageTable
 from .types import AccountingBug, CountSource, Limits, PageId, PoolMode, Tier
 
+GROWTH_PAGES_MIN: Final = 64  # growth in one report that is taken as it is, also where it overdraws
 ESTIMATE_FACTOR_MAX: Final = 2  # the most by which an estimate of a prompt's length is taken to be too high
 
 
@@ -177,6 +178,10 @@ class Ledger:
         mode, cap = self.limits.mode, self.limits.request_tokens_max
         if mode is PoolMode.SPLIT and cap is not None:
             tokens = max(0, min(tokens, cap - run.table.length))
+        elif tokens > run.table.page_tokens * GROWTH_PAGES_MIN:
+            # No report of ours is that large, so it is a runtime's own count, and nobody checked it: not beyond what
+            # one request can have, or one absurd number would have us make a page for each of a billion tokens.
+            tokens = min(tokens, max(run.table.page_tokens * GROWTH_PAGES_MIN, self.tokens_limit() - run.table.length))
         appended = run.table.append(tokens, self.pool, partial(self._growth, run))
         assert appended is not None  # growth always finds pages, at worst overdrawn ones
         run.table = appended.table

@@ -18,13 +18,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from math import inf
+from typing import Final
 
 from attrs import frozen
+
+ANSWER_TOKENS_MAX: Final = 2**53  # a client may ask for more than a float can hold
 
 
 def predicted_work(tokens_uncached: int, answer_tokens: int, prefill_weight: float) -> float:
     """Work of a request in units of one answer token."""
-    return tokens_uncached * prefill_weight + answer_tokens
+    return tokens_uncached * prefill_weight + min(answer_tokens, ANSWER_TOKENS_MAX)
 
 
 def handicap_s(work: float, half_work: float, ageing_s: float) -> float:

@@ -224,9 +224,12 @@ class Server:
     async def _connection(self, inner: trio.SocketStream) -> None:
         if self._open >= self._connections_max:
             with trio.move_on_after(1):
-                await inner.send_all(FULL % (len(FULL_BODY), FULL_BODY))
-                await inner.send_eof()
-                await inner.receive_some(65536)
+                try:
+                    await inner.send_all(FULL % (len(FULL_BODY), FULL_BODY))
+                    await inner.send_eof()
+                    await inner.receive_some(65536)
+                except (trio.BrokenResourceError, trio.ClosedResourceError, OSError):
+                    pass  # it left first; an exception here would end all other connections
             await inner.aclose()
             return
         self._open += 1

@@ -21,6 +21,7 @@ from __future__ import annotations
 import logging
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
+from functools import partial
 
 import trio
 from attrs import field, frozen
@@ -45,7 +46,7 @@ from ..errors import BackendLoadingError, BackendUnavailableError, KVStreamError
 from .buffer import EventBuffer
 from .count import PromptCount, PromptCounter
 from .failures import error_of_refusal
-from .health import BackendWatcher, DrainingSeat, SlotView
+from .health import LOADING_POLL_S, BackendWatcher, DrainingSeat, SlotView
 from .logs import log_request
 from .metrics import Metrics
 from .ports import Upstream
@@ -158,8 +159,8 @@ class Engine:
 
     async def _run_pump(self, stream: Stream) -> None:
         assert stream.scope is not None
-        hooks = PumpHooks(produced=self._on_produced, progress=self._on_progress, loading=self._wait_loaded,
-                          usage_refused=self._on_usage_refused)
+        hooks = PumpHooks(produced=self._on_produced, progress=self._on_progress,
+                          loading=partial(self._wait_loaded, stream), usage_refused=self._on_usage_refused)
         pump = Pump(stream, self.adapter, self.upstream, self.settings.times, hooks,
                     page_tokens=self.settings.query.page_tokens,
                     include_usage=not self._usage_refused and (
@@ -200,9 +201,14 @@ class Engine:
         log.info("the backend does not know stream_options; usage is estimated from now on")
         self._usage_refused = True
 
-    async def _wait_loaded(self) -> None:
+    async def _wait_loaded(self, stream: Stream) -> None:
+        """One bound over all of a request's attempts, and a pause before each: a backend may well say "loading" to
+        requests while its health route says that all is well."""
+        if stream.loading_since is None:
+            stream.loading_since = trio.current_time()
         self.watcher.suspect(Health.LOADING, "a request was answered: loading")
-        with trio.move_on_after(self.settings.load_timeout_s):
+        with trio.move_on_at(stream.loading_since + self.settings.load_timeout_s):
+            await trio.sleep(LOADING_POLL_S)
             if await self.watcher.wait_up():
                 return
             raise BackendUnavailableError(f"the backend went away: {self.watcher.backend.detail}", retry_after_s=5)

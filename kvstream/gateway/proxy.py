@@ -115,7 +115,7 @@ class Proxy:
             for event in events:
                 if isinstance(event, Delta):
                     size += len(event.raw)
-                    whole = event.raw if event.raw[:1] == b"{" else None
+                    whole = event.raw if event.raw.lstrip(b" \t\r\n")[:1] == b"{" else None
                 assembler.feed(event)
             if size > self._settings.answer_bytes_max:
                 raise BackendProtocolError(

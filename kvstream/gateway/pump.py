@@ -29,8 +29,8 @@ from ..adapters.base import (
     Progress,
     UpstreamEvent,
     Usage,
-    UsageNumbers,
 )
+from ..adapters.chunks import usage_numbers
 from ..core.types import RequestId
 from ..errors import (
     BackendLoadingError,
@@ -202,10 +202,10 @@ class Pump:
         answer = reply.json()
         if isinstance(answer, dict) and answer.get("error"):  # LM Studio and others say it with a 200
             raise error_of(self._adapter.error(reply))
-        usage = answer.get("usage") if isinstance(answer, dict) else None
+        if not isinstance(answer, dict):
+            raise BackendProtocolError("the backend answered 200 with a body that is no JSON object")
         self._count(1)
-        if isinstance(usage, dict):
-            self._stream.usage = UsageNumbers(usage.get("prompt_tokens") or 0, usage.get("completion_tokens") or 0)
+        self._stream.usage = usage_numbers(answer)
         self._flush()
         self._stream.completed = True
         await self._stream.buffer.put([Delta(raw=bytes(body), data=answer)], len(body))

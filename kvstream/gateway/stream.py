@@ -49,6 +49,7 @@ class Stream:
     scope: trio.CancelScope | None = None
     lease: Admit | None = None
     granted: float | None = None
+    loading_since: float | None = None  # when the backend first turned it away because it loads
     # -- filled by the pump
     sent: bool = False  # the call went out: the runtime may be working on it
     answered: bool = False  # headers came: a slot has it

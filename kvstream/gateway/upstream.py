@@ -92,7 +92,9 @@ class HttpUpstream:
             request = httpx.Request(
                 call.method,
                 self._url(call.path),
-                headers=[("accept-encoding", "identity"), *call.headers],
+                # As bytes: httpx takes text for ASCII only, but a client's User-Agent or key need not be.
+                headers=[(b"accept-encoding", b"identity"),
+                         *((name.encode("ascii"), value.encode("latin-1")) for name, value in call.headers)],
                 content=call.body or None,
                 extensions={"timeout": {"connect": self._connect_s, "read": None, "write": None, "pool": None}},
             )
