@@ -106,7 +106,8 @@ def test_what_a_newcomer_types_comes_in_order() -> None:
 def test_the_words_of_status_are_explained() -> None:
     glossary = text_of("README.md").partition("The words of `kvstream status`")[2].partition("\n## ")[0]
     words = " ".join(re.findall(r"(?m)^\| (.*?) \|", glossary))
-    for word in (*statusview.PAGE_COLUMNS, "draining", "counted", "exact", "estimated", "accounted", "verified", "host"):
+    for word in (*statusview.PAGE_COLUMNS, "draining", "counted", "exact", "estimated", "accounted", "verified",
+                 "host"):
         assert word in words, word
 
 
