@@ -127,7 +127,7 @@ class SchedulerConfig:
     priority: Literal["fcfs", "sjf"] = key("fcfs", "Order of the queue: first come, or least predicted work first.")
     max_queue: int = key(1000, "Most waiting requests; more get 429.", unit="requests", high=1_000_000)
     max_queue_bytes: int = key(256 * 2**20, "Most bytes of waiting request bodies; more get 429.", unit="bytes")
-    max_wait_s: float = key(120.0, "Longest wait in the queue; then 503.", unit="seconds")
+    max_wait_s: float = key(120.0, "Longest wait in the queue; then 503.", unit="seconds", low=0.001)
     ageing_s: float = key(30.0, "With sjf, after this long a request counts as urgent as the shortest.",
                           unit="seconds", low=0.001)
     answer_tokens_default: int = key(512, "Answer length to reserve for a request that sets no limit.", unit="tokens",

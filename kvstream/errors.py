@@ -22,7 +22,8 @@
     │  ├─ BackendLoadingError          503  the model is still being loaded
     │  └─ ShuttingDownError            503  draining
     ├─ BackendError                    the runtime's fault: 502, 503 or 504
-    │  ├─ BackendUnavailableError      503  refused, reset before the first byte, no route
+    │  ├─ BackendUnavailableError      503  reset before the first byte, no route
+   │  │  └─ BackendRefusedError       503  nobody listens there
     │  ├─ BackendTimeoutError          504  connect, first event, stall or total
     │  ├─ BackendAuthError             502  the runtime wants a key that we do not have
     │  ├─ BackendProtocolError         502  an answer that is not what its API promises
@@ -179,6 +180,10 @@ class BackendError(KVStreamError):
 class BackendUnavailableError(BackendError):
     status = 503
     code = "backend_unavailable"
+
+
+class BackendRefusedError(BackendUnavailableError):
+    pass
 
 
 class BackendTimeoutError(BackendError):

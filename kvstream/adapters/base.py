@@ -298,6 +298,14 @@ class Adapter(Protocol):
 
     def read_capacity(self, replies: Mapping[str, HttpReply | None], query: CapacityQuery) -> CapacityReport: ...
 
+    def process(self) -> HttpCall | None:
+        """A cheap call, safe at any time, whose answer tells a restart of the runtime; None if there is none."""
+        ...
+
+    def read_process(self, reply: HttpReply) -> str:
+        """A text that is the same as long as the runtime's process lives; empty when the reply does not tell."""
+        ...
+
     def busy(self) -> HttpCall | None:
         """A call that tells which slots work now, or None when the runtime cannot say."""
         ...

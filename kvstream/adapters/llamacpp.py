@@ -187,6 +187,13 @@ class LlamaCppBackend(OpenAIBackend):
             source="configured",
         )
 
+    def process(self) -> HttpCall | None:
+        return self.get(self._of_model("/props"))
+
+    def read_process(self, reply: HttpReply) -> str:
+        props = Props.read(reply)
+        return props.process if props is not None else ""
+
     def busy(self) -> HttpCall | None:
         return self.get(self._of_model("/slots"))
 

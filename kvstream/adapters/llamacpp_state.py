@@ -20,6 +20,7 @@ class Props:
     context: int
     build: str
     sleeping: bool
+    marker: str = ""  # drawn anew by every process: it tells a restart, with or without --metrics
 
     @classmethod
     def read(cls, reply: HttpReply | None) -> Props | None:
@@ -31,7 +32,13 @@ class Props:
         slots = data.get("total_slots")
         if not (isinstance(slots, int) and slots > 0 and isinstance(context, int) and context > 0):
             return None
-        return cls(slots, context, str(data.get("build_info", "")), data.get("is_sleeping") is True)
+        marker = str(data.get("media_marker") or "")
+        return cls(slots, context, str(data.get("build_info", "")), data.get("is_sleeping") is True, marker)
+
+    @property
+    def process(self) -> str:
+        """What cannot change while a server process lives."""
+        return f"{self.build} {self.slots}x{self.context} {self.marker}"
 
     def instance(self, metrics: HttpReply | None) -> str:
         """Changes when the server was restarted; without ``--metrics`` only when its build changed."""

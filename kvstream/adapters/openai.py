@@ -224,6 +224,12 @@ class OpenAIBackend:
             instance=blocks.instance,
         )
 
+    def process(self) -> HttpCall | None:
+        return None
+
+    def read_process(self, reply: HttpReply) -> str:
+        return ""
+
     def busy(self) -> HttpCall | None:
         return None
 

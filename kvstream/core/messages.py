@@ -25,7 +25,8 @@ class Submitted:
     produce (None: the client set no limit). ``deadline`` is the absolute time at which a request that still waits is
     refused. ``arrived`` is when it came, which decides its place in the queue (None: now): counting takes time, and a
     long prompt must not lose its place to a short one that came later. ``bytes`` is the size of the held body and
-    counts against the queue's byte bound.
+    counts against the queue's byte bound. ``seats`` is how many places of the batch it takes: several choices or
+    several prompts run side by side in the runtime.
     """
 
     rid: RequestId
@@ -38,6 +39,7 @@ class Submitted:
     bytes: int = 0
     count_source: CountSource = CountSource.ESTIMATED
     arrived: float | None = None
+    seats: int = 1
 
 
 @frozen

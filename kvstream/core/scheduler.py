@@ -53,6 +53,7 @@ class Scheduler:
         self._actions: list[m.Action] = []
         self._looked: tuple[int, int] | None = None  # when nobody could pass the head: changes so far, pages available
         self._changes = 0  # of anything but the length of answers
+        self._seats_used = 0  # by those running, draining ones included
         self._seats_bound = 0  # most that may be running: the seats, or what a shrunk backend still runs
         self._tally = Tally()
 
@@ -86,7 +87,8 @@ class Scheduler:
         """Raise AssertionError if the books are wrong. Costs time in proportion to everything that is held."""
         self._queue.check()
         assert not any(rid in self._queue for rid in self._running), "waiting and running"
-        assert len(self._running) <= self._seats_bound, "more running than seats"
+        assert self._seats_used == sum(run.seats for run in self._running.values()), "seats miscounted"
+        assert self._seats_used <= self._seats_bound, "more running than seats"
         if self._ledger is None:
             assert not self._running
         else:
@@ -105,7 +107,8 @@ class Scheduler:
             running=tuple(RunningView.of(run, now) for run in self._running.values()),
             up=self._up,
             closing=self._closing,
-            seats=Seats(self._seats(), len(self._running), sum(run.draining for run in self._running.values())),
+            seats=Seats(
+                self._seats(), self._seats_used, sum(r.seats for r in self._running.values() if r.draining)),
             pages=(TierPages.of(ledger.pool, ledger.tree.evictable), TierPages.of(ledger.host)) if ledger else (),
             prefix_nodes=ledger.tree.size if ledger else 0,
             prefix_tokens=ledger.tree.size * ledger.limits.page_tokens if ledger else 0,
@@ -198,7 +201,8 @@ class Scheduler:
         assert self._ledger is not None  # nothing runs before capacity is known
         self._ledger.close(run, now, register=run.computed)
         del self._running[run.rid]
-        self._seats_bound = max(self._seats(), len(self._running))
+        self._seats_used -= run.seats
+        self._seats_bound = max(self._seats(), self._seats_used)
         self._tally.ended += 1
         self._rate.note_end(now)
 
@@ -209,7 +213,7 @@ class Scheduler:
             self._ledger = Ledger(self.settings, event.limits)
         else:
             self._ledger.set_limits(event.limits, event.fresh)
-        self._seats_bound = max(self._seats(), len(self._running))
+        self._seats_bound = max(self._seats(), self._seats_used)
         if before == event.limits:
             return
         for waiting in self._queue:
@@ -270,7 +274,9 @@ class Scheduler:
         return handicap_s(work, self.settings.sjf_half_work, self.settings.ageing_s)
 
     def _admit_all(self, ledger: Ledger, now: float) -> None:
-        while len(self._running) < self._seats() and (head := self._queue.head(now)) is not None:
+        while self._seats_used < self._seats() and (head := self._queue.head(now)) is not None:
+            if not self._has_seats(head):
+                return  # it takes several at once, and they become free one by one
             available = ledger.available(len(self._running))
             if ledger.charge_least(head) <= available:
                 run = ledger.cached_run(head, now)
@@ -281,6 +287,11 @@ class Scheduler:
                 self._backfill(ledger, head, now)
             return
 
+    def _has_seats(self, waiting: Waiting) -> bool:
+        """Whether its seats are free. One that wants more than there are gets all: the runtime has the last word."""
+        seats = self._seats()
+        return self._seats_used + min(waiting.seats, seats) <= seats
+
     def _admit(
         self, ledger: Ledger, waiting: Waiting, run: list[PrefixNode], now: float, passed: RequestId | None = None
     ) -> None:
@@ -288,6 +299,8 @@ class Scheduler:
         self._queue.remove(waiting.rid, granted=now if passed is None else None)
         started = self._running[waiting.rid] = ledger.open(waiting, run, now)
         started.passed = passed
+        started.seats = min(waiting.seats, self._seats())
+        self._seats_used += started.seats
         self._tally.admitted += 1
         self._tally.backfilled += passed is not None
         self._actions.append(m.Admit(waiting.rid, started.table, started.tokens_cached, started.promised))
@@ -303,7 +316,7 @@ class Scheduler:
             return  # tokens that were produced only bring the head's start nearer: who could not pass still cannot
         self._looked = looked
         for candidate in list(islice(self._queue.upcoming(now), 1, 1 + self.settings.backfill_candidates_max)):
-            if candidate.pages > available:
+            if candidate.pages > available or not self._has_seats(candidate):
                 continue
             if horizon is None:
                 horizon = self._plan(ledger, head, now)
@@ -311,7 +324,7 @@ class Scheduler:
             if not horizon.lets_pass(steps, candidate.pages):
                 continue
             self._admit(ledger, candidate, ledger.cached_run(candidate, now), now, passed=head.rid)
-            if len(self._running) >= self._seats():
+            if self._seats_used >= self._seats():
                 return
             available, horizon = ledger.available(len(self._running)), None
 

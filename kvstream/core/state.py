@@ -28,6 +28,7 @@ class Waiting:
     arrived: float
     seq: int
     count_source: CountSource
+    seats: int = 1
     handicap_s: float = 0.0
     pages: int = 0
 
@@ -45,6 +46,7 @@ class Waiting:
             arrived=arrived,
             seq=seq,
             count_source=event.count_source,
+            seats=max(1, event.seats),
         )
 
 
@@ -66,6 +68,7 @@ class Running:
     promised: int
     pages: int
     epoch: int
+    seats: int = 1
     passed: RequestId | None = None
     produced: int = 0
     tokens_cached: int = 0

@@ -42,7 +42,14 @@ from ..core.messages import (
 )
 from ..core.scheduler import Scheduler, SchedulerSettings
 from ..core.types import CountSource, EndReason, PoolMode, Priority, RequestId
-from ..errors import BackendLoadingError, BackendUnavailableError, KVStreamError, PoolExhaustedError, ShuttingDownError
+from ..errors import (
+    BackendLoadingError,
+    BackendRefusedError,
+    BackendUnavailableError,
+    KVStreamError,
+    PoolExhaustedError,
+    ShuttingDownError,
+)
 from .buffer import EventBuffer
 from .count import PromptCount, PromptCounter
 from .failures import error_of_refusal
@@ -51,7 +58,7 @@ from .logs import log_request
 from .metrics import Metrics
 from .ports import Upstream
 from .pump import Pump, PumpHooks
-from .request import answer_tokens
+from .request import answer_tokens, seats_wanted
 from .stream import Stream, StreamTimes, end_reason
 
 log = logging.getLogger("kvstream.engine")
@@ -174,8 +181,10 @@ class Engine:
             error = None
         except KVStreamError as caught:
             error = caught
-            if isinstance(caught, BackendUnavailableError) and not stream.answered:
+            if isinstance(caught, BackendRefusedError):
                 self.watcher.suspect(Health.DOWN, caught.message)
+            elif isinstance(caught, BackendUnavailableError):
+                self.watcher.look_now()  # one request that makes it hang up is no reason to close for all
         except Exception as bug:
             log.exception("bug in the pump of request %d", stream.rid)
             error = KVStreamError("internal error in the gateway; its log has the details")
@@ -273,7 +282,7 @@ class Engine:
         self.post(Submitted(
             rid=rid, keys=count.keys, tokens=count.tokens, tokens_max=stream.tokens_max,
             deadline=arrived + self.settings.wait_s_max, priority=priority, bytes=len(request.body),
-            count_source=count.source, arrived=arrived))
+            count_source=count.source, arrived=arrived, seats=seats_wanted(request.view)))
         try:
             yield stream
         finally:

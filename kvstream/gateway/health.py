@@ -103,6 +103,7 @@ class BackendWatcher:
         self._changed = trio.Event()
         self.slots_wanted = trio.Event()
         self.backend = BackendState()
+        self._process = ""
         self.expect_restart: Callable[[], bool] = lambda: False
 
     # --- states -------------------------------------------------------------------------------------------------------
@@ -149,10 +150,27 @@ class BackendWatcher:
                 self._set(state, detail)
             elif before.capacity is not None and not before.capacity.settled and not self._engine.busy:
                 await self._learn(state)
+            elif await self._was_restarted():
+                log.info("the backend was restarted between two looks")
+                await self._learn(state)
             return
         if state != before.state:
             self._set(state, detail)
             self._engine.post(BackendDown())
+
+    async def _was_restarted(self) -> bool:
+        """A small model restarts faster than we look: the health route alone would not tell."""
+        process = await self._ask_process()
+        return bool(process and self._process and process != self._process)
+
+    async def _ask_process(self) -> str:
+        call = self._adapter.process()
+        if call is None:
+            return ""
+        try:
+            return self._adapter.read_process(await self._upstream.request(call, timeout_s=PROBE_TIMEOUT_S))
+        except KVStreamError:
+            return ""
 
     async def _learn(self, state: str) -> None:
         """The backend came up: ask what it holds, and open the doors."""
@@ -162,7 +180,10 @@ class BackendWatcher:
         except KVStreamError as error:
             self._set(Health.DOWN, error.message)
             return
-        fresh = before is not None and (before.instance != report.instance or not report.instance)
+        process = await self._ask_process()
+        fresh = before is not None and (
+            before.instance != report.instance or not report.instance or process != self._process)
+        self._process = process
         for note in report.notes:
             log.info("capacity: %s", note)
         limits = report.limits
@@ -199,6 +220,10 @@ class BackendWatcher:
         if self.backend.state in (Health.UP, Health.SLEEPING):
             self._set(state, detail)
             self._engine.post(BackendDown())
+        self._nudge.set()
+
+    def look_now(self) -> None:
+        """Something went wrong that a look at the backend may explain."""
         self._nudge.set()
 
     async def wait_up(self) -> bool:

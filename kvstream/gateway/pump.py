@@ -36,6 +36,7 @@ from ..errors import (
     BackendLoadingError,
     BackendProtocolError,
     BackendTimeoutError,
+    InvalidRequestError,
     KVStreamError,
     ReaderStalledError,
     StreamTruncatedError,
@@ -110,8 +111,12 @@ class Pump:
     async def _attempt(self, gap: trio.CancelScope) -> Failed | None:
         """One call. A refusal by status is returned, since it may be one that passes; None when all is done."""
         stream = self._stream
-        call = self._adapter.encode(stream.request, stream=not self._passthrough, include_usage=self._include_usage,
-                                    slot=stream.lease.slot if stream.lease else None)
+        try:
+            call = self._adapter.encode(stream.request, stream=not self._passthrough,
+                                        include_usage=self._include_usage,
+                                        slot=stream.lease.slot if stream.lease else None)
+        except RecursionError as error:  # what could just be parsed can be too deep to be written
+            raise InvalidRequestError("the body is nested too deeply") from error
         stream.sent = True
         async with self._upstream.open(call) as response:
             if not 200 <= response.status < 300:

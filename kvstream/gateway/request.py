@@ -77,8 +77,15 @@ def answer_tokens(view: Mapping[str, Any]) -> int | None:
         limit = view.get("max_tokens")
     if limit is None or limit < 0:  # llama.cpp reads -1 as "until the context is full"
         return None
+    return int(limit) * seats_wanted(view)
+
+
+def seats_wanted(view: Mapping[str, Any]) -> int:
+    """How many slots of the runtime one call takes: every choice (``n``) of every prompt runs in one of its own."""
+    prompt = view.get("prompt")
+    several = isinstance(prompt, list) and bool(prompt) and isinstance(prompt[0], (str, list))
     choices = view.get("n") or 1
-    return int(limit) * max(1, int(choices))
+    return max(1, int(choices)) * (len(prompt) if several and isinstance(prompt, list) else 1)
 
 
 def prompt_text(route: str, view: Mapping[str, Any]) -> str:

@@ -45,6 +45,7 @@ from .upstream import HttpUpstream
 log = logging.getLogger("kvstream.serve")
 
 LOADING_LOG_S = 5.0
+FILES_BESIDE = 128  # listeners, logs, the embedded server's pipes, the pool
 LAST_FRAMES_S = 2.0  # after drain_s: time for the error frames to leave
 
 # memory.dtype as llama.cpp spells it, where that differs
@@ -311,7 +312,23 @@ def _signals() -> tuple[signal.Signals, ...]:
     return (signal.SIGINT, signal.SIGTERM)
 
 
+def raise_file_limit(wanted: int) -> None:
+    """Each connection needs a descriptor, and so does its call upstream; the usual soft limit of 1,024 is too low for
+    ``server.connections_max``. Done as far as the hard limit lets us."""
+    if sys.platform == "win32":
+        return
+    import resource
+
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    target = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
+    if soft != resource.RLIM_INFINITY and soft < target:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (target, hard))
+    if target < wanted:
+        log.warning("only %d files may be open (ulimit -n); server.connections_max wants %d", target, wanted)
+
+
 def run(loaded: Loaded) -> int:
     """``kvstream serve``: the exit code of the process. *Errors*: see :func:`open_gateway`."""
     set_up_logging(loaded.config.logging.level, loaded.config.logging.format)
+    raise_file_limit(2 * loaded.config.server.connections_max + FILES_BESIDE)
     return trio.run(serve, loaded)

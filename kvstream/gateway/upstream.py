@@ -21,7 +21,13 @@ import httpx
 import trio
 
 from ..adapters.base import HttpCall, HttpReply
-from ..errors import BackendProtocolError, BackendTimeoutError, BackendUnavailableError, StreamTruncatedError
+from ..errors import (
+    BackendProtocolError,
+    BackendRefusedError,
+    BackendTimeoutError,
+    BackendUnavailableError,
+    StreamTruncatedError,
+)
 
 REPLY_BYTES_MAX = 16 * 1024 * 1024
 
@@ -107,7 +113,7 @@ class HttpUpstream:
                     f"no connection to {self.base_url} within {self._connect_s:g} s; is that address right?"
                 ) from error
             except httpx.ConnectError as error:
-                raise BackendUnavailableError(
+                raise BackendRefusedError(
                     f"cannot connect to the backend at {self.base_url}: is it running? ({_cause(error)})",
                     retry_after_s=2,
                 ) from error

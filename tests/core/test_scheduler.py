@@ -10,7 +10,7 @@ from attrs import evolve
 
 from kvstream.core import messages as m
 from kvstream.core.types import CountSource, EndReason, PoolMode
-from tests.play import PAGE, Play, ended, limits, produced, submit
+from tests.play import PAGE, Play, ended, idle, limits, produced, submit
 
 CANCELLED, FAILED = EndReason.CANCELLED, EndReason.FAILED
 
@@ -273,3 +273,34 @@ def test_an_estimate_alone_does_not_call_a_prompt_too_long() -> None:
     play = Play(up=False)
     play.step(guess(submit(1, 1500)))
     play.at(1).step(m.BackendUp(play.backend), expect=["admit 1"])
+
+
+# --- requests that take several seats ---------------------------------------------------------------------------------
+
+
+def test_a_request_of_several_choices_takes_several_seats() -> None:
+    """Four chats with n = 2 are eight slots' work: two run, or the runtime's own queue fills."""
+    play = Play(seats=4)
+    two = partial(evolve, seats=2)
+    play.step(two(submit(1, 16)), two(submit(2, 16)), two(submit(3, 16)), expect=["admit 1", "admit 2"])
+    assert (play.see().seats.used, play.waiting) == (4, [3])
+    play.step(ended(1, CANCELLED, draining=True))
+    assert play.see().seats.draining == 2
+    play.step(idle(1), expect=["admit 3"])
+    play.step(ended(2), ended(3))
+    assert play.see().seats.used == 0
+
+
+def test_a_head_that_needs_several_seats_waits_for_them_and_is_not_passed() -> None:
+    play = Play(seats=2)
+    play.step(submit(1, 16), submit(2, 16), expect=["admit 1", "admit 2"])
+    play.step(evolve(submit(3, 16), seats=2), submit(4, 16))
+    play.step(ended(1))
+    play.step(ended(2), expect=["admit 3"])
+    play.step(ended(3), expect=["admit 4"])
+
+
+def test_more_seats_than_there_are_is_all_of_them() -> None:
+    play = Play(seats=2)
+    play.step(evolve(submit(1, 16), seats=9), submit(2, 16), expect=["admit 1"])
+    play.step(ended(1), expect=["admit 2"])

@@ -209,7 +209,7 @@ class FakeRuntime:
         body = r.json if isinstance(r.json, dict) else {}
         route = (r.method, r.path)
         if route == ("GET", "/props"):
-            await self.reply(wire, entry, 200, W.props(self.config, self.engine.slots[0].n_ctx))
+            await self.reply(wire, entry, 200, W.props(self.config, self.engine.slots[0].n_ctx, self.starts))
         elif route == ("GET", "/slots"):
             await self.reply(wire, entry, 200, [W.slot_object(slot) for slot in self.engine.slots])
         elif route == ("POST", "/tokenize") and self.config.tokenizer:

@@ -13,7 +13,12 @@ from itertools import pairwise
 import trio
 
 from kvstream.adapters.base import HttpCall, HttpReply
-from kvstream.errors import BackendTimeoutError, BackendUnavailableError, StreamTruncatedError
+from kvstream.errors import (
+    BackendRefusedError,
+    BackendTimeoutError,
+    BackendUnavailableError,
+    StreamTruncatedError,
+)
 
 from .front import ClientGone, Headers
 from .runtime import FakeRuntime, parse_request
@@ -129,7 +134,7 @@ class FakeUpstream:
         """See ``ports.Upstream.open``."""
         await trio.sleep(self.connect_s)
         if self.runtime.config.refuse:
-            raise BackendUnavailableError("connection refused")
+            raise BackendRefusedError("connection refused")
         wire = _MemoryWire(self.writes_max, self.split)
         journal = self.runtime.journal
         connection = journal.connected()

@@ -174,11 +174,11 @@ def slot_object(slot: Slot) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def props(config: RuntimeConfig, n_ctx: int) -> dict[str, Any]:
+def props(config: RuntimeConfig, n_ctx: int, starts: int = 0) -> dict[str, Any]:
     return {
         "default_generation_settings": {"params": PARAMS, "n_ctx": n_ctx}, "total_slots": config.slots,
         "model_alias": config.model, "model_ftype": "Q4_1", "model_path": f"/models/{config.model}.gguf",
-        "modalities": {"vision": False, "video": False, "audio": False}, "media_marker": "<__media__>",
+        "modalities": {"vision": False, "video": False, "audio": False}, "media_marker": f"<__media_{starts}__>",
         "endpoint_slots": True, "endpoint_props": False, "endpoint_metrics": config.metrics, "ui": True,
         "ui_settings": {}, "chat_template": "{% for message in messages %}...{% endfor %}",
         "chat_template_caps": {"supports_tools": False, "supports_system_role": True},
