@@ -269,7 +269,8 @@ async def serve(loaded: Loaded, *, on_ready: Callable[[Gateway], None] | None = 
             if on_ready is not None:
                 on_ready(gateway)
             async for number in received:
-                log.info("%s: draining, no new requests; %s; a second signal leaves at once", signal.Signals(number).name, _going(gateway))
+                log.info("%s: draining, no new requests; %s; a second signal leaves at once",
+                         signal.Signals(number).name, _going(gateway))
                 break
             async with trio.open_nursery() as nursery:
                 async def second() -> None:
