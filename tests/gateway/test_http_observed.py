@@ -182,7 +182,9 @@ async def test_a_stuck_connection_is_closed() -> None:
 async def test_a_request_turned_away_at_the_door_is_logged_and_counted(
     autojump_clock: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
-    async with open_lane(knobs={"refuse": True}) as lane:
+    async with open_lane() as lane:
+        lane.runtime.config.refuse = True
+        await trio.sleep(30)  # the watcher finds it gone
         call = await lane.post(chat())
         assert call.status == 503
         [record] = [r for r in caplog.records if r.name == "kvstream.request"]
