@@ -639,3 +639,12 @@ async def test_a_failing_listener_leaves_no_child(virtual: EmbeddedSpec, autojum
     with pytest.raises(BaseExceptionGroup):
         await server.run()
     assert world.children[0].closed and world.children[0].code is not None
+
+
+def test_the_childs_threads_sleep_at_barriers_unless_told_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a shared machine spinning threads cost all but a few percent of the speed."""
+    server = FoundServer(kind="xllamacpp", path="")
+    monkeypatch.delenv("OMP_WAIT_POLICY", raising=False)
+    assert embedded_find.child_environment(server)["OMP_WAIT_POLICY"] == "passive"
+    monkeypatch.setenv("OMP_WAIT_POLICY", "active")
+    assert embedded_find.child_environment(server)["OMP_WAIT_POLICY"] == "active"
