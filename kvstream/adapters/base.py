@@ -230,6 +230,7 @@ class CapacityReport:
     limits: Limits
     notes: tuple[str, ...] = ()
     settled: bool = True  # False: the runtime was too busy to tell; ask again when it is not
+    process: str = ""  # what ``Adapter.read_process`` says of the runtime that was asked
     instance: str = ""  # changes when the runtime restarted (build + start time), for forgetting its cache
 
 

@@ -47,6 +47,7 @@ class CapacityNotes:
         source: str,
         shares_prefix: bool = False,
         instance: str = "",
+        process: str = "",
         settled: bool = True,
     ) -> CapacityReport:
         limits = Limits(
@@ -59,7 +60,7 @@ class CapacityNotes:
             host_pages=self.query.host_pages,
             source=source,
         )
-        return CapacityReport(limits, tuple(self.lines), settled, instance)
+        return CapacityReport(limits, tuple(self.lines), settled, process, instance)
 
 
 def smallest(*figures: int | None) -> int | None:

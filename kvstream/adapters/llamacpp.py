@@ -136,6 +136,7 @@ class LlamaCppBackend(OpenAIBackend):
             request_tokens_max=context,
             source=f"/props: {props.slots} slots, {mode.value} KV of {tokens} tokens ({why})",
             instance=props.instance(replies.get("metrics")),
+            process=props.process,
             settled=known or slots_of(replies.get("slots")) is None or idle_slot(replies["slots"]) is not None,
         )
 

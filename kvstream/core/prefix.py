@@ -58,7 +58,6 @@ class PrefixTree:
         self._pushes = 0
         self.size = 0
         self.evictable = 0
-        self.version = 0  # changes whenever a match could come out differently
 
     @property
     def locked(self) -> int:
@@ -88,7 +87,6 @@ class PrefixTree:
             node.locks += 1
             node.stamp = now
         self._pool.share([node.page for node in nodes])
-        self.version += 1
 
     def unlock(self, nodes: Sequence[PrefixNode], now: float) -> None:
         """The table is done with the run. Its hold on the *pages* is the table's to drop."""
@@ -101,7 +99,6 @@ class PrefixTree:
                 if not node.locks:
                     self.evictable += 1
                     self._push(node)
-        self.version += 1
 
     def insert(self, keys: Sequence[PageKey], pages: Sequence[PageId], now: float) -> int:
         """Remember that ``pages`` hold the content ``keys``; returns how many pages were new.
@@ -125,7 +122,6 @@ class PrefixTree:
         self.evictable += added
         if parent is not None:
             self._push(parent)
-        self.version += 1
         return added
 
     def evict(self, n: int) -> int:
@@ -157,7 +153,6 @@ class PrefixTree:
         self._pool.drop([node.page for node in nodes])
         self._roots, self._heap = {}, []
         self.size = self.evictable = 0
-        self.version += 1
 
     def nodes(self) -> Iterator[PrefixNode]:
         """Every node, parents before children."""
@@ -194,7 +189,6 @@ class PrefixTree:
         leaf.attached = False
         self.size -= 1
         self.evictable -= 1
-        self.version += 1
         self._pool.drop((leaf.page,))
         if leaf.parent is not None:
             self._push(leaf.parent)

@@ -10,7 +10,6 @@ from ..core.messages import Refuse
 from ..core.types import RefuseReason
 from ..errors import (
     BackendAuthError,
-    BackendError,
     BackendLoadingError,
     BackendProtocolError,
     BackendUnavailableError,
@@ -68,8 +67,3 @@ def error_of_refusal(refuse: Refuse, *, wait_s_max: float) -> KVStreamError:
         case RefuseReason.BACKEND_DOWN:
             return BackendUnavailableError("the backend is not reachable", retry_after_s=retry)
     raise AssertionError(refuse.why)
-
-
-def is_backend_fault(error: BaseException | None) -> bool:
-    """Whether an error counts against the backend's health."""
-    return isinstance(error, BackendError)

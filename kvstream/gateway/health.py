@@ -103,7 +103,6 @@ class BackendWatcher:
         self._changed = trio.Event()
         self.slots_wanted = trio.Event()
         self.backend = BackendState()
-        self._process = ""
         self.expect_restart: Callable[[], bool] = lambda: False
 
     # --- states -------------------------------------------------------------------------------------------------------
@@ -160,17 +159,14 @@ class BackendWatcher:
 
     async def _was_restarted(self) -> bool:
         """A small model restarts faster than we look: the health route alone would not tell."""
-        process = await self._ask_process()
-        return bool(process and self._process and process != self._process)
-
-    async def _ask_process(self) -> str:
-        call = self._adapter.process()
-        if call is None:
-            return ""
+        call, known = self._adapter.process(), self.backend.capacity
+        if call is None or known is None:
+            return False
         try:
-            return self._adapter.read_process(await self._upstream.request(call, timeout_s=PROBE_TIMEOUT_S))
+            process = self._adapter.read_process(await self._upstream.request(call, timeout_s=PROBE_TIMEOUT_S))
         except KVStreamError:
-            return ""
+            return False
+        return bool(process and known.process and process != known.process)
 
     async def _learn(self, state: str) -> None:
         """The backend came up: ask what it holds, and open the doors."""
@@ -180,10 +176,8 @@ class BackendWatcher:
         except KVStreamError as error:
             self._set(Health.DOWN, error.message)
             return
-        process = await self._ask_process()
         fresh = before is not None and (
-            before.instance != report.instance or not report.instance or process != self._process)
-        self._process = process
+            before.instance != report.instance or not report.instance or before.process != report.process)
         for note in report.notes:
             log.info("capacity: %s", note)
         limits = report.limits
