@@ -165,8 +165,9 @@ def child_argv(server: FoundServer, flags: Sequence[str], *, parent: int) -> lis
 def child_environment(server: FoundServer) -> dict[str, str]:
     """Our environment, cleaned, in which the child finds this very copy of the package."""
     env = clean_environment(os.environ)
-    # llama.cpp's threads spin at every barrier, and stand in each other's way as soon as anything else runs on the
-    # machine, such as ourselves. Two shared cores, SmolLM2: under 0.6 tokens/s spinning, 35 to 42 when they sleep.
+    # llama.cpp's threads spin at every barrier, and stand in each other's way as soon as anything else is at work on
+    # the machine. SmolLM2 on two cores, one of them busy with something else: under 0.6 tokens/s spinning, 35 to 40
+    # asleep. Alone on the machine spinning is faster (72 against 56 in one run each): OMP_WAIT_POLICY=active has it.
     env.setdefault("OMP_WAIT_POLICY", "passive")
     if not getattr(sys, "frozen", False):
         root = str(Path(__file__).resolve().parents[2])
