@@ -32,10 +32,11 @@ from ..errors import (
     RouteNotFoundError,
 )
 from .asgi import BodyReceiver, Message, Receive, Scope, Send, retry_header, send_error, send_refusal
-from .engine import Engine
+from .dialects import dialect_of
 from .failures import error_of
 from .metrics import CONTENT_TYPE, Metrics
 from .proxy import Proxy
+from .router import Router
 from .status import status_json
 
 log = logging.getLogger("kvstream.app")
@@ -56,12 +57,12 @@ class AppSettings:
 class App:
     """The ASGI application. ``active`` counts requests in hand, for the drain."""
 
-    def __init__(self, engine: Engine, proxy: Proxy, metrics: Metrics, settings: AppSettings,
+    def __init__(self, router: Router, proxy: Proxy, metrics: Metrics, settings: AppSettings,
                  extra_status: Callable[[], Mapping[str, Any]]) -> None:
-        self._engine = engine
+        self._router = router
         self._proxy = proxy
         self._settings = settings
-        self._quart = build_quart(engine, metrics, extra_status)
+        self._quart = build_quart(router, metrics, extra_status)
         self.active = 0
         self._idle = trio.Event()
 
@@ -78,7 +79,8 @@ class App:
             # hypercorn would answer with an empty body and say nothing
             log.exception("bug while serving %s", scope["path"][:200])
             if not answer.started:
-                await send_error(send, KVStreamError("internal error in the gateway; its log has the details"))
+                error = KVStreamError("internal error in the gateway; its log has the details")
+                await send_error(send, error, (), dialect_of(scope["path"]).envelope(error))
         finally:
             self.active -= 1
             if not self.active:
@@ -89,13 +91,13 @@ class App:
         try:
             self._check_head(scope)
             self._check_host(scope)
-            if route not in self._engine.adapter.capabilities.routes:
+            if route not in self._router.routes:
                 await self._quart(scope, receive, send)  # type: ignore[arg-type]
                 return
             if scope["method"] != "POST":
                 raise MethodNotAllowedError(f"{route} takes POST, not {scope['method']}")
         except KVStreamError as error:
-            await send_refusal(send, BodyReceiver(receive), error, [])
+            await send_refusal(send, BodyReceiver(receive), error, [], dialect_of(route).envelope(error))
             return
         await self._proxy(route, scope, receive, send)
 
@@ -167,13 +169,14 @@ class _ModelName(PathConverter):
     part_isolating = False  # werkzeug guesses it from the slashes in the regex
 
 
-def build_quart(engine: Engine, metrics: Metrics, extra_status: Callable[[], Mapping[str, Any]]) -> QuartTrio:
+def build_quart(router: Router, metrics: Metrics, extra_status: Callable[[], Mapping[str, Any]]) -> QuartTrio:
     """The routes that are not model calls. They never queue."""
     app = QuartTrio("kvstream")
     app.config["MAX_CONTENT_LENGTH"] = 65536
     app.url_map.merge_slashes = False  # a double slash in a model's name is not to be redirected away
     app.url_map.converters["model"] = _ModelName
-    models = _Models(engine)
+    engine = router.lanes[0]
+    models = _Models(router)
 
     @app.get("/health")
     async def health() -> Response:
@@ -240,8 +243,8 @@ def error_reply(error: KVStreamError) -> Response:
 class _Models:
     """The backend's model list; the last good one is kept, so that a busy or restarting backend does not hide it."""
 
-    def __init__(self, engine: Engine) -> None:
-        self._engine = engine
+    def __init__(self, router: Router) -> None:
+        self._engine = router.lanes[0]
         self._last: dict[str, Any] | None = None
 
     async def listing(self) -> dict[str, Any]:

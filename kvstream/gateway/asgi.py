@@ -92,9 +92,11 @@ async def send_json(send: Send, status: int, value: Any, headers: Iterable[tuple
     await send({"type": "http.response.body", "body": body})
 
 
-async def send_error(send: Send, error: KVStreamError, headers: Iterable[tuple[bytes, bytes]] = ()) -> None:
-    """An error as every OpenAI client reads it, with ``Retry-After`` in whole seconds where there is one."""
-    await send_json(send, error.status, error.envelope(), [*retry_header(error), *headers])
+async def send_error(send: Send, error: KVStreamError, headers: Iterable[tuple[bytes, bytes]],
+                     envelope: dict[str, Any]) -> None:
+    """An error in the form that the client of its path reads, with ``Retry-After`` in whole seconds where there is
+    one."""
+    await send_json(send, error.status, envelope, [*retry_header(error), *headers])
 
 
 def retry_header(error: KVStreamError) -> Headers:
@@ -107,10 +109,11 @@ def retry_header(error: KVStreamError) -> Headers:
     return [(b"retry-after", str(max(1, -int(-wait_s // 1))).encode())]
 
 
-async def send_refusal(send: Send, receive: BodyReceiver, error: KVStreamError, headers: Headers) -> None:
+async def send_refusal(send: Send, receive: BodyReceiver, error: KVStreamError, headers: Headers,
+                       envelope: dict[str, Any]) -> None:
     """An error before the body was read. The connection is closed afterwards, but not before the client sent its body,
     for a bounded time: a client that sends all before it reads would find a reset instead of our answer."""
-    status, body = error.status, json.dumps(error.envelope()).encode()
+    status, body = error.status, json.dumps(envelope).encode()
     await send({"type": "http.response.start", "status": status, "headers": [
         *_json_headers(body), *retry_header(error), *headers, (b"connection", b"close")]})
     await send({"type": "http.response.body", "body": body, "more_body": True})
@@ -124,8 +127,8 @@ def _json_headers(body: bytes) -> Headers:
     return [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode()), _VERSION]
 
 
-async def start_sse(send: Send, headers: Iterable[tuple[bytes, bytes]] = ()) -> None:
-    """Commit a 200 event stream that no proxy in front of us may buffer."""
+async def start_stream(send: Send, media_type: bytes, headers: Iterable[tuple[bytes, bytes]] = ()) -> None:
+    """Commit a 200 stream that no proxy in front of us may buffer."""
     await send({"type": "http.response.start", "status": 200, "headers": [
-        (b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache"),
+        (b"content-type", media_type), (b"cache-control", b"no-cache"),
         (b"x-accel-buffering", b"no"), _VERSION, *headers]})

@@ -89,7 +89,9 @@ class EngineSettings:
 class Engine:
     """See the module. Create, start :meth:`run` in a nursery, then :meth:`open_stream`."""
 
-    def __init__(self, adapter: Adapter, upstream: Upstream, settings: EngineSettings, metrics: Metrics) -> None:
+    def __init__(self, adapter: Adapter, upstream: Upstream, settings: EngineSettings, metrics: Metrics, *,
+                 name: str = "default") -> None:
+        self.name = name  # of the lane
         self.adapter = adapter
         self.upstream = upstream
         self.settings = settings
@@ -272,8 +274,8 @@ class Engine:
         await self._check_open()
         count = await self._count(request, client)
         stream = Stream(
-            rid=rid, name=name, request=request, client=client, priority=priority, arrived=arrived,
-            buffer=EventBuffer(self.settings.buffer_bytes), tokens_prompt=count.tokens,
+            rid=rid, name=name, request=request, adapter=self.adapter, client=client, priority=priority,
+            arrived=arrived, buffer=EventBuffer(self.settings.buffer_bytes), tokens_prompt=count.tokens,
             tokens_max=answer_tokens(request.view), count_source=count.source, prompt=count)
         self._live[rid] = stream
         self._idle = trio.Event() if self._idle.is_set() else self._idle

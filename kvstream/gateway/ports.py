@@ -1,16 +1,22 @@
-"""The two things the engine needs from the outside world, as protocols, so that tests can stand in for both.
+"""What the parts of the gateway need of each other, as protocols, so that tests can stand in for each.
 
 ``Upstream`` performs calls; its real implementation is ``gateway.upstream.HttpUpstream`` (httpx), its fake an
-in-memory runtime that runs on Trio's virtual clock.
+in-memory runtime that runs on Trio's virtual clock. ``Answer`` is a request in progress as the client's task sees it:
+an engine's ``Stream``, or a subscription to one that several clients share. ``OpenAnswer`` is how it is had; what
+stands between the proxy and the engines (router, coalescing) takes one and is one.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import AbstractAsyncContextManager
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
-from ..adapters.base import HttpCall, HttpReply
+from ..adapters.base import Adapter, HttpCall, HttpReply, ProxyRequest, UpstreamEvent, UsageNumbers
+from ..core.types import CountSource
+
+if TYPE_CHECKING:
+    from .request import Incoming
 
 
 class UpstreamResponse(Protocol):
@@ -46,3 +52,30 @@ class Upstream(Protocol):
         the caller, since a runtime may send them only when a slot starts).
         """
         ...
+
+
+class Answer(Protocol):
+    """A request in progress, for the task that talks to its client. Read it with :meth:`get`; the rest may be looked
+    at at any time and is final once ``get`` returned ``[]`` or raised."""
+
+    request: ProxyRequest
+    adapter: Adapter  # of the lane that serves it
+    count_source: CountSource
+    tokens_prompt: int
+    tokens: int  # answer pieces so far
+    usage: UsageNumbers | None  # as the runtime reported it
+    truncated: bool  # we ended it for lack of pages, as if it had reached a token limit
+    last_data: object  # the last parsed frame, for a frame of our own in its likeness
+    error_forwarded: bool  # the client has had the runtime's own error frame; set by the reader
+
+    async def get(self) -> list[UpstreamEvent]:
+        """All events that are there, waiting for the first; ``[]`` at the end.
+
+        *Errors*: any ``KVStreamError`` the request ended with. *Cancellation*: safe; nothing is lost.
+        """
+        ...
+
+
+OpenAnswer = Callable[["Incoming", str], AbstractAsyncContextManager[Answer]]
+"""``open_answer(incoming, request_id)``. Leaving the block, however, leaves the queue or stops the runtime (unless
+others still read the same answer). *Errors*: ``KVStreamError`` at entry, when there is nobody to serve it."""

@@ -6,9 +6,7 @@ whichever way that block is left, the queue place or the seat returns.
 
 from __future__ import annotations
 
-import json
 import uuid
-from typing import Any
 
 import trio
 from attrs import frozen
@@ -26,15 +24,14 @@ from .asgi import (
     send_error,
     send_json,
     send_refusal,
-    start_sse,
+    start_stream,
     wait_disconnect,
 )
-from .engine import Engine
+from .dialects import Dialect, dialect_of
 from .logs import log_turned_away
-from .request import COMPLETIONS, Incoming, parse_request
-from .stream import Stream
-
-PING = b": ping\n\n"
+from .metrics import Metrics
+from .ports import Answer, OpenAnswer
+from .request import Incoming, parse_request
 
 
 @frozen
@@ -51,8 +48,9 @@ class ProxySettings:
 class Proxy:
     """ASGI handler of the model routes."""
 
-    def __init__(self, engine: Engine, settings: ProxySettings) -> None:
-        self._engine = engine
+    def __init__(self, open_answer: OpenAnswer, metrics: Metrics, settings: ProxySettings) -> None:
+        self._open_answer = open_answer
+        self._metrics = metrics
         self._settings = settings
 
     async def __call__(self, route: str, scope: Scope, receive: Receive, send: Send) -> None:
@@ -74,9 +72,9 @@ class Proxy:
         except KVStreamError as error:
             self._turned_away(request_id, route, error)
             if body.ended:
-                await send_error(send, error, headers)
+                await send_error(send, error, headers, dialect_of(route).envelope(error))
             else:
-                await send_refusal(send, body, error, headers)
+                await send_refusal(send, body, error, headers, dialect_of(route).envelope(error))
             return
         async with trio.open_nursery() as nursery:
             nursery.start_soon(_cancel_on_disconnect, receive, nursery.cancel_scope)
@@ -85,33 +83,32 @@ class Proxy:
 
     async def _serve(self, incoming: Incoming, send: Send, headers: Headers, request_id: str) -> None:
         request = incoming.proxy
+        dialect = dialect_of(request.route)
         held = False
         try:
-            async with self._engine.open_stream(
-                request, client=incoming.client, priority=incoming.priority, name=request_id
-            ) as stream:
+            async with self._open_answer(incoming, request_id) as answer:
                 held = True
-                headers.append((b"x-kvstream-count", stream.count_source.value.encode()))
+                headers.append((b"x-kvstream-count", answer.count_source.value.encode()))
                 if request.stream:
-                    await _SseAnswer(stream, send, headers, self._settings.keepalive_s).run()
+                    await _StreamedAnswer(answer, dialect, send, headers, self._settings.keepalive_s).run()
                 else:
-                    await self._answer_whole(stream, send, headers)
+                    await self._answer_whole(answer, dialect, send, headers)
         except KVStreamError as error:  # nothing was sent yet: see _SseAnswer
             if not held:
                 self._turned_away(request_id, request.route, error)
-            await send_error(send, error, headers)
+            await send_error(send, error, headers, dialect.envelope(error))
 
     def _turned_away(self, request_id: str, route: str, error: KVStreamError) -> None:
         """Every request has its line and its count, also one that the engine never held."""
         log_turned_away(request_id, route, error)
-        self._engine.metrics.turned_away(route, error)
+        self._metrics.turned_away(route, error)
 
-    async def _answer_whole(self, stream: Stream, send: Send, headers: Headers) -> None:
+    async def _answer_whole(self, answer: Answer, dialect: Dialect, send: Send, headers: Headers) -> None:
         """Assemble a streamed answer for a client that wants it in one piece."""
-        assembler = self._engine.adapter.assembler(stream.request)
+        assembler = answer.adapter.assembler(answer.request)
         size = 0
         whole: bytes | None = None
-        while events := await stream.get():
+        while events := await answer.get():
             for event in events:
                 if isinstance(event, Delta):
                     size += len(event.raw)
@@ -120,17 +117,12 @@ class Proxy:
             if size > self._settings.answer_bytes_max:
                 raise BackendProtocolError(
                     f"the answer is larger than upstream.answer_bytes_max = {self._settings.answer_bytes_max} bytes")
-        if stream.usage is None:
+        if answer.usage is None:
             headers.append((b"x-kvstream-usage", b"estimated"))
-        await send_json(send, 200, whole if whole is not None else _completed(assembler.result(), stream), headers)
-
-
-def _completed(answer: dict[str, Any], stream: Stream) -> dict[str, Any]:
-    """The assembled answer, with what its stream could not bring: estimated usage, or the end that we gave it."""
-    if stream.truncated:
-        for choice in answer.get("choices", ()):
-            choice["finish_reason"] = choice.get("finish_reason") or "length"
-    return answer if answer.get("usage") else answer | {"usage": usage_numbers(stream)}
+        if whole is None:
+            await send_json(send, 200, dialect.completed(assembler.result(), answer), headers)
+        else:
+            await send_json(send, 200, whole, headers)
 
 
 async def _cancel_on_disconnect(receive: Receive, scope: trio.CancelScope) -> None:
@@ -138,17 +130,18 @@ async def _cancel_on_disconnect(receive: Receive, scope: trio.CancelScope) -> No
     scope.cancel()
 
 
-class _SseAnswer:
+class _StreamedAnswer:
     """A streamed answer. The status is committed with the first frame or the first keepalive comment, whichever comes
     first; an error before that is a proper HTTP error, after it an error frame and no ``[DONE]``."""
 
-    def __init__(self, stream: Stream, send: Send, headers: Headers, keepalive_s: float) -> None:
-        self._stream = stream
+    def __init__(self, answer: Answer, dialect: Dialect, send: Send, headers: Headers, keepalive_s: float) -> None:
+        self._answer = answer
+        self._dialect = dialect
         self._send = send
         self._headers = headers
         self._keepalive_s = keepalive_s or float("inf")
         self._ping_at = trio.current_time() + self._keepalive_s
-        self._usage_due = stream.request.include_usage  # asked for, and not sent yet
+        self._usage_due = answer.request.include_usage  # asked for, and not sent yet
         self._started = False
 
     async def run(self) -> None:
@@ -159,35 +152,35 @@ class _SseAnswer:
                 ended_well = ended_well or any(isinstance(e, Done) for e in events)
                 if data:
                     await self._write(data)
-            if self._stream.truncated and not ended_well:
-                await self._write(length_frames(self._stream))
+            if self._answer.truncated and not ended_well:
+                await self._write(self._dialect.length_frames(self._answer))
         except KVStreamError as error:
             if not self._started:
                 raise
-            if not self._stream.error_forwarded:
-                await self._write(b"data: " + json.dumps(error.envelope()).encode() + b"\n\n")
+            if not self._answer.error_forwarded:
+                await self._write(self._dialect.error_frame(error))
         await self._send({"type": "http.response.body", "body": b"", "more_body": False})
 
     async def _next(self) -> list[UpstreamEvent]:
         """The next events. Pings go by what was *sent*: events that are not for the client do not put one off."""
         while True:
             with trio.move_on_at(self._ping_at):
-                return await self._stream.get()
-            await self._write(PING)
+                return await self._answer.get()
+            await self._write(self._dialect.ping)
 
     def _bytes(self, events: list[UpstreamEvent]) -> bytes:
         frames: list[bytes] = []
         for event in events:
             if isinstance(event, Usage) and event.standalone:
-                if not self._stream.request.include_usage:
+                if not self._answer.request.include_usage:
                     continue
                 self._usage_due = False
             if isinstance(event, Done) and self._usage_due:
-                frames.append(usage_frame(self._stream))
+                frames.append(self._dialect.usage_frame(self._answer))
             if isinstance(event, Failed) and event.raw:
                 if not self._started and not frames:
                     continue  # first of all comes an error: the HTTP status will say it
-                self._stream.error_forwarded = True
+                self._answer.error_forwarded = True
             raw = getattr(event, "raw", b"")
             if raw:
                 frames.append(raw)
@@ -196,36 +189,6 @@ class _SseAnswer:
     async def _write(self, data: bytes) -> None:
         if not self._started:
             self._started = True
-            await start_sse(self._send, self._headers)
+            await start_stream(self._send, self._dialect.media_type, self._headers)
         await self._send({"type": "http.response.body", "body": data, "more_body": True})
         self._ping_at = trio.current_time() + self._keepalive_s
-
-
-def usage_numbers(stream: Stream) -> dict[str, Any]:
-    """``usage`` for a client whose runtime did not put it where clients look; marked when it is our estimate."""
-    usage = stream.usage
-    prompt, completion = (usage.prompt, usage.completion) if usage else (stream.tokens_prompt, stream.tokens)
-    numbers: dict[str, Any] = {
-        "prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion}
-    if usage is None:
-        return numbers | {"estimated": True}
-    return numbers if usage.cached is None else numbers | {"prompt_tokens_details": {"cached_tokens": usage.cached}}
-
-
-def usage_frame(stream: Stream) -> bytes:
-    """The chunk of token counts that a client asked for, where the runtime sent none of its own."""
-    return _frame(stream, choices=[], usage=usage_numbers(stream))
-
-
-def length_frames(stream: Stream) -> bytes:
-    """A finish of our own for a stream we had to end."""
-    empty: dict[str, Any] = {"text": ""} if stream.request.route == COMPLETIONS else {"delta": {}}
-    finish = _frame(stream, choices=[{"index": 0, "finish_reason": "length"} | empty])
-    return finish + (usage_frame(stream) if stream.request.include_usage else b"") + b"data: [DONE]\n\n"
-
-
-def _frame(stream: Stream, **fields: Any) -> bytes:
-    """A chunk in the likeness of the runtime's last one."""
-    last: dict[str, Any] = stream.last_data if isinstance(stream.last_data, dict) else {}
-    head = {key: last[key] for key in ("id", "object", "created", "model", "system_fingerprint") if key in last}
-    return b"data: " + json.dumps(head | fields).encode() + b"\n\n"

@@ -39,6 +39,7 @@ from .engine import Engine, EngineSettings
 from .logs import set_up_logging
 from .metrics import Metrics
 from .proxy import Proxy, ProxySettings
+from .router import Router
 from .stream import StreamTimes
 from .upstream import HttpUpstream
 
@@ -211,11 +212,12 @@ async def _start_engine(stack: AsyncExitStack, config: Config, base_url: str, me
 def _make_server(config: Config, engine: Engine, metrics: Metrics, sockets: list[Any],
                  embedded: EmbeddedServer | None) -> tuple[Server, App]:
     settings = config.server
-    proxy = Proxy(engine, ProxySettings(
+    router = Router([engine])
+    proxy = Proxy(router.open_answer, metrics, ProxySettings(
         keepalive_s=settings.keepalive_s, body_bytes_max=settings.body_bytes_max, body_gap_s=settings.stall_s,
         answer_bytes_max=config.upstream.answer_bytes_max,
         forward_authorization=config.upstream.forward_authorization))
-    app = App(engine, proxy, metrics, AppSettings(
+    app = App(router, proxy, metrics, AppSettings(
         accepted_hosts(settings.host, settings.allowed_hosts), settings.header_bytes_max),
         lambda: _extra_status(config, embedded))
     server = Server(app, sockets, metrics, connections_max=settings.connections_max,  # type: ignore[arg-type]

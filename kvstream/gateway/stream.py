@@ -10,7 +10,7 @@ from __future__ import annotations
 import trio
 from attrs import define, frozen
 
-from ..adapters.base import ProxyRequest, UpstreamEvent, UsageNumbers
+from ..adapters.base import Adapter, ProxyRequest, UpstreamEvent, UsageNumbers
 from ..core.messages import Admit
 from ..core.types import CountSource, EndReason, Priority, RequestId
 from ..errors import KVStreamError, OverloadError, ReaderStalledError
@@ -36,6 +36,7 @@ class Stream:
 
     rid: RequestId
     request: ProxyRequest
+    adapter: Adapter  # of the lane that serves it
     client: str
     priority: Priority
     arrived: float

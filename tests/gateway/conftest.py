@@ -23,6 +23,7 @@ from kvstream.gateway.app import App, AppSettings
 from kvstream.gateway.engine import Engine
 from kvstream.gateway.metrics import Metrics
 from kvstream.gateway.proxy import Proxy, ProxySettings
+from kvstream.gateway.router import Router
 from kvstream.gateway.serve import Gateway, engine_settings, make_adapter, open_gateway
 from tests.fakes import FakeRuntime, FakeUpstream, open_runtime
 from tests.fakes.client import Pairs, RawResponse, open_request, send_request
@@ -214,11 +215,12 @@ async def open_lane(*, split: Any = None, wait: bool = True, knobs: Any = None,
         engine = Engine(make_adapter(config, "http://fake"), upstream, settings, metrics)
         metrics.watch(engine)
         server = config.server
-        proxy = Proxy(engine, ProxySettings(
+        router = Router([engine])
+        proxy = Proxy(router.open_answer, metrics, ProxySettings(
             keepalive_s=server.keepalive_s, body_bytes_max=server.body_bytes_max, body_gap_s=server.stall_s,
             answer_bytes_max=config.upstream.answer_bytes_max,
             forward_authorization=config.upstream.forward_authorization))
-        app = App(engine, proxy, metrics, AppSettings(frozenset({"localhost"})), dict)
+        app = App(router, proxy, metrics, AppSettings(frozenset({"localhost"})), dict)
         async with trio.open_nursery() as nursery:
             await nursery.start(engine.run)
             while wait and not is_up(engine):
