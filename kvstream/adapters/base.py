@@ -280,6 +280,11 @@ class Adapter(Protocol):
         """Translate a non-2xx reply (``runtimes.md`` section 7). Never raises."""
         ...
 
+    def load_key(self, request: ProxyRequest) -> str:
+        """What the runtime must have loaded to serve this request: the model, and where the operator wants requests
+        grouped by them, the options whose change makes the runtime load it anew."""
+        ...
+
     def health(self) -> HttpCall: ...
 
     def read_health(self, reply: HttpReply) -> str:

@@ -158,6 +158,9 @@ class OpenAIBackend:
     def error(self, reply: HttpReply) -> Failed:
         return failed_reply(reply)
 
+    def load_key(self, request: ProxyRequest) -> str:
+        return request.model or self.model
+
     # --- state ---
 
     def health(self) -> HttpCall:

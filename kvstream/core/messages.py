@@ -26,7 +26,8 @@ class Submitted:
     refused. ``arrived`` is when it came, which decides its place in the queue (None: now): counting takes time, and a
     long prompt must not lose its place to a short one that came later. ``bytes`` is the size of the held body and
     counts against the queue's byte bound. ``seats`` is how many places of the batch it takes: several choices or
-    several prompts run side by side in the runtime.
+    several prompts run side by side in the runtime. ``client`` is who shares seats fairly with others, ``weight`` the
+    size of its share. ``group`` names what the runtime must have loaded to serve it (a model, and its load options).
     """
 
     rid: RequestId
@@ -40,6 +41,8 @@ class Submitted:
     count_source: CountSource = CountSource.ESTIMATED
     arrived: float | None = None
     seats: int = 1
+    weight: float = 1.0
+    group: str = ""
 
 
 @frozen

@@ -261,7 +261,8 @@ class Engine:
 
     @asynccontextmanager
     async def open_stream(self, request: ProxyRequest, *, client: str = "",
-                          priority: Priority = Priority.NORMAL, name: str = "") -> AsyncIterator[Stream]:
+                          priority: Priority = Priority.NORMAL, weight: float = 1.0,
+                          name: str = "") -> AsyncIterator[Stream]:
         """Queue a request and hand out its stream; read it with ``await stream.get()``.
 
         *Resource handling*: leaving the block, however, leaves the queue or stops the runtime.
@@ -279,12 +280,11 @@ class Engine:
             tokens_max=answer_tokens(request.view), count_source=count.source, prompt=count)
         self._live[rid] = stream
         self._idle = trio.Event() if self._idle.is_set() else self._idle
-        # No client name here yet: the scheduler would share seats fairly between clients, and that is not promised
-        # before keys are checked (anybody could make up a second one). Prefixes are apart already, by their salt.
         self.post(Submitted(
             rid=rid, keys=count.keys, tokens=count.tokens, tokens_max=stream.tokens_max,
             deadline=arrived + self.settings.wait_s_max, priority=priority, bytes=len(request.body),
-            count_source=count.source, arrived=arrived, seats=seats_wanted(request.view)))
+            client=client, count_source=count.source, arrived=arrived, seats=seats_wanted(request.view), weight=weight,
+            group=self.adapter.load_key(request)))
         try:
             yield stream
         finally:

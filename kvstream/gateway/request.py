@@ -29,11 +29,13 @@ _PRIORITIES: Mapping[str, Priority] = MappingProxyType({p.name.lower(): p for p 
 
 @frozen
 class Incoming:
-    """A parsed request with what only the gateway needs of it."""
+    """A parsed request with what only the gateway needs of it. ``client`` is who shares seats fairly with others and
+    keeps prefixes apart, ``weight`` the size of its share."""
 
     proxy: ProxyRequest
     client: str
     priority: Priority
+    weight: float = 1.0
 
 
 def parse_request(route: str, headers: Iterable[tuple[bytes, bytes]], body: bytes, *,

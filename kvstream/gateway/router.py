@@ -26,6 +26,6 @@ class Router:
         """See :data:`ports.OpenAnswer`."""
         lane = self.lanes[0]
         async with lane.open_stream(
-            incoming.proxy, client=incoming.client, priority=incoming.priority, name=name
+            incoming.proxy, client=incoming.client, priority=incoming.priority, weight=incoming.weight, name=name
         ) as stream:
             yield stream
