@@ -19,6 +19,7 @@
     ├─ OverloadError                   503 (429 for the queue bounds), always with Retry-After
     │  ├─ QueueFullError               429
     │  ├─ QueueTimeoutError            503  waited as long as allowed
+    │  ├─ PredictedWaitError           503  would wait longer than allowed, so it is told at once
     │  ├─ BackendLoadingError          503  the model is still being loaded
     │  └─ ShuttingDownError            503  draining
     ├─ BackendError                    the runtime's fault: 502, 503 or 504
@@ -161,6 +162,10 @@ class QueueFullError(OverloadError):
 
 class QueueTimeoutError(OverloadError):
     code = "queue_timeout"
+
+
+class PredictedWaitError(OverloadError):
+    code = "predicted_wait"
 
 
 class BackendLoadingError(OverloadError):

@@ -191,7 +191,8 @@ class Capabilities:
     ``exact_count``: it can render a chat template and tokenize. ``slots_visible``: it can say whether it is busy after
     a cancel, so seats drain. ``usage_injected``: ask for ``stream_options.include_usage`` on streams whose client did
     not. ``hard_inject``: KV state can be saved and restored. ``cached_reported``: it tells how many prompt tokens came
-    from its cache. ``cancel``: how closing the socket frees it, ``"fast"``, ``"batch"`` or ``"none"``.
+    from its cache. ``loads_on_demand``: a request may make it load a model, so the first of a cold model goes alone.
+    ``cancel``: how closing the socket frees it, ``"fast"``, ``"batch"`` or ``"none"``.
     """
 
     routes: frozenset[str]
@@ -200,6 +201,7 @@ class Capabilities:
     usage_injected: bool = True
     hard_inject: bool = False
     cached_reported: bool = False
+    loads_on_demand: bool = False
     cancel: str = "fast"
 
 

@@ -98,7 +98,7 @@ class OpenAIBackend:
 
     @property
     def capabilities(self) -> Capabilities:
-        return Capabilities(routes=frozenset(ROUTES))
+        return Capabilities(routes=frozenset(ROUTES), loads_on_demand=True)
 
     # --- requests ---
 

@@ -87,10 +87,27 @@ class SeatIdle:
 @frozen
 class BackendUp:
     """The backend answers, with these limits. Also sent when the limits changed. ``fresh`` says that the runtime was
-    restarted or lost its KV, so cached prefixes are forgotten."""
+    restarted or lost its KV, so cached prefixes are forgotten. ``ramp`` says that it comes back from an outage: one
+    request is admitted first, and every sign of life doubles how many may run, up to all seats."""
 
     limits: Limits
     fresh: bool = False
+    ramp: bool = False
+
+
+@frozen
+class Narrowed:
+    """At most ``seats`` requests that were admitted after this may run at a time; 0 admits none, None lifts it.
+    Requests that run already are not touched. A later one replaces it, and counts anew."""
+
+    seats: int | None
+
+
+@frozen
+class Warmed:
+    """The runtime is known to have loaded ``group``: its requests need no pioneer."""
+
+    group: str
 
 
 @frozen
@@ -108,7 +125,7 @@ class Closing:
     refuse_waiting: bool = True
 
 
-Event = Union[Submitted, Recounted, Produced, Ended, SeatIdle, BackendUp, BackendDown, Closing]
+Event = Union[Submitted, Recounted, Produced, Ended, SeatIdle, BackendUp, BackendDown, Closing, Narrowed, Warmed]
 
 # --- actions --------------------------------------------------------------------------------------------------------
 

@@ -140,6 +140,8 @@ class Scheduler:
                 self._up, self._refusing = False, refuse
                 if refuse:
                     self._turn_all_away(RefuseReason.BACKEND_DOWN)
+            case m.Narrowed() | m.Warmed():
+                pass
             case m.Closing(refuse_waiting):
                 self._closing = True
                 if refuse_waiting:

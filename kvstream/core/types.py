@@ -96,6 +96,7 @@ class RefuseReason(Enum):
     TIMEOUT = "timeout"  # waited until its deadline
     CLOSING = "closing"  # draining
     BACKEND_DOWN = "backend_down"
+    SHED = "shed"  # it would wait past its deadline, so it is told now: 503 with the time when it would fit
 
 
 class AccountingBug(Exception):

@@ -17,6 +17,7 @@ from ..errors import (
     KVStreamError,
     ModelNotFoundError,
     OverloadError,
+    PredictedWaitError,
     QueueFullError,
     QueueTimeoutError,
     ShuttingDownError,
@@ -62,6 +63,10 @@ def error_of_refusal(refuse: Refuse, *, wait_s_max: float) -> KVStreamError:
             return QueueTimeoutError(
                 f"no seat became free within scheduler.max_wait_s = {wait_s_max:g} s; try again later",
                 retry_after_s=retry)
+        case RefuseReason.SHED:
+            return PredictedWaitError(
+                f"at the present rate no seat becomes free within scheduler.max_wait_s = {wait_s_max:g} s; "
+                "try again later", retry_after_s=retry)
         case RefuseReason.CLOSING:
             return ShuttingDownError("the gateway is shutting down", retry_after_s=retry)
         case RefuseReason.BACKEND_DOWN:
