@@ -18,7 +18,7 @@ from typing import Literal, get_args, get_type_hints
 import attrs
 from attrs import frozen
 
-from .config_keys import Key, header_safe, host_name, host_names, http_url, key, power_of_two
+from .config_keys import Key, header_safe, host_name, host_names, http_url, key, power_of_two, zero_or_batch
 
 BackendType = Literal["llamacpp", "openai"]
 KvLayout = Literal["auto", "split", "unified"]
@@ -159,8 +159,8 @@ class EmbeddedConfig:
     llama_server: str = key("", "Path of llama-server. Empty: the one on PATH, else the xllamacpp wheel.")
     slots: int = key(4, "Slots of the server, each with its own context.", unit="requests", low=1, high=256)
     context_tokens: int = key(4096, "Context of each slot.", unit="tokens", low=64)
-    batch_tokens: int = key(512, "Prompt tokens per batch; smaller keeps running streams flowing.", unit="tokens",
-                            low=32)
+    batch_tokens: int = key(0, "Prompt tokens per batch; smaller keeps running streams flowing. 0 = 128 where only the "
+                               "CPU computes, else 512.", unit="tokens", check=zero_or_batch)
     threads: int = key(0, "CPU threads; 0 = let the server choose.", unit="threads", high=4096)
     state_dir: str = key("", "Where logs and saved slots go. Empty: kvstream in the XDG state directory.")
     load_timeout_s: float = key(600.0, "Longest wait for the model to load.", unit="seconds", low=0.001)

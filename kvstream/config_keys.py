@@ -122,6 +122,10 @@ def power_of_two(value: int) -> str | None:
     return None if value > 0 and value & (value - 1) == 0 else f"must be a power of two, not {value}"
 
 
+def zero_or_batch(value: int) -> str | None:
+    return None if value == 0 or value >= 32 else f"must be 0 or at least 32, not {value}"
+
+
 def http_url(value: str) -> str | None:
     """Empty, or an http(s) URL without credentials, query or fragment: it appears in /status and in logs."""
     if not value:

@@ -288,7 +288,7 @@ async def test_binary_on_path_gets_the_recommended_flags(
 
 
 def test_every_flag_is_there_when_the_build_does_not_say(gguf: Path) -> None:
-    flags = embedded_find.server_flags(EmbeddedSpec(gguf), port=1234, slot_dir=Path("/s"))
+    flags = embedded_find.server_flags(EmbeddedSpec(gguf, batch_tokens=512), port=1234, slot_dir=Path("/s"))
     text = " ".join(flags)
     for part in ("-np 4 -c 16384 -b 512", "--cache-ram 0", "--slot-save-path /s/", "--metrics", "--cors-origins"):
         assert part in text
@@ -297,11 +297,21 @@ def test_every_flag_is_there_when_the_build_does_not_say(gguf: Path) -> None:
     assert "--metrics" in old and "--cache-ram" not in old
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="looks into /dev")
+def test_batches_are_small_where_only_the_cpu_computes(tmp_path: Path, gguf: Path) -> None:
+    (tmp_path / "nvidiactl").touch()  # the driver alone is no GPU
+    assert embedded_find.batch_for_this_machine(tmp_path) == 128
+    (tmp_path / "nvidia0").touch()
+    assert embedded_find.batch_for_this_machine(tmp_path) == 512
+    chosen = str(embedded_find.batch_for_this_machine())
+    assert f"-b {chosen} " in " ".join(embedded_find.server_flags(EmbeddedSpec(gguf), port=1, slot_dir=Path("/s")))
+
+
 @real
 def test_the_wheel_understands_every_flag(gguf: Path) -> None:
     xllamacpp = pytest.importorskip("xllamacpp")
     extra = ("-ctk", "q8_0", "-ctv", "f16", "-kvu", "-ub", "64", "-ngl", "3", "--slots", "--no-warmup", "-lv", "2")
-    flags = embedded_find.server_flags(EmbeddedSpec(gguf, threads=3, extra_args=extra), port=77, slot_dir=Path("/s"))
+    flags = embedded_find.server_flags(EmbeddedSpec(gguf, batch_tokens=512, threads=3, extra_args=extra), port=77, slot_dir=Path("/s"))
     params = xllamacpp.CommonParams()
     embedded_child.set_params(params, embedded_child.read_flags(flags), xllamacpp.ggml_type)
     assert (params.n_parallel, params.n_ctx, params.n_batch, params.cache_ram_mib) == (4, 16384, 512, 0)
