@@ -26,6 +26,7 @@ WORDS = {  # values for keys that are strings but not any string
     "server.host": ("0.0.0.0", "::1", "kv.example"),
     "server.allowed_hosts": (("a.example",), ("b.example", "c.example"), ("10.0.0.1",)),
     "backend.base_url": ("http://10.0.0.1:1", "https://h.example/v1", "http://[::1]:9"),
+    "embedded.batch_tokens": (32, 64, 128),
     "memory.num_gpu_blocks": (7, 8, 9),
     "memory.block_size": (8, 32, 64),
     "memory.watermark": (0.1, 0.2, 0.3),

@@ -51,7 +51,8 @@ def _words(value: Sequence[str]) -> tuple[str, ...]:
 @frozen
 class EmbeddedSpec:
     """What to run. ``context_tokens`` is per slot; ``threads`` 0 leaves the choice to llama.cpp; no ``llama_server``
-    means: look on PATH, then for the xllamacpp wheel. ``batch_tokens`` 0: :func:`batch_for_this_machine`. ``extra_args`` are further ``llama-server`` flags."""
+    means: look on PATH, then for the xllamacpp wheel. ``batch_tokens`` 0 means
+    :func:`batch_for_this_machine`. ``extra_args`` are further ``llama-server`` flags."""
 
     model: Path = field(converter=_path)
     llama_server: str = field(default="", converter=_text)

@@ -272,7 +272,8 @@ async def test_binary_on_path_gets_the_recommended_flags(
     monkeypatch.setenv("LD_LIBRARY_PATH", "/bundle")
     monkeypatch.setenv("LD_LIBRARY_PATH_ORIG", "/theirs")
     spec = EmbeddedSpec(
-        gguf, slots=3, context_tokens=1000, threads=5, state_dir=tmp_path / "s", extra_args=("-ngl", "9")
+        gguf, slots=3, context_tokens=1000, batch_tokens=512, threads=5, state_dir=tmp_path / "s",
+        extra_args=("-ngl", "9"),
     )
     async with running(spec) as it:
         argv, environ = await told(tmp_path)
@@ -311,7 +312,8 @@ def test_batches_are_small_where_only_the_cpu_computes(tmp_path: Path, gguf: Pat
 def test_the_wheel_understands_every_flag(gguf: Path) -> None:
     xllamacpp = pytest.importorskip("xllamacpp")
     extra = ("-ctk", "q8_0", "-ctv", "f16", "-kvu", "-ub", "64", "-ngl", "3", "--slots", "--no-warmup", "-lv", "2")
-    flags = embedded_find.server_flags(EmbeddedSpec(gguf, batch_tokens=512, threads=3, extra_args=extra), port=77, slot_dir=Path("/s"))
+    spec = EmbeddedSpec(gguf, batch_tokens=512, threads=3, extra_args=extra)
+    flags = embedded_find.server_flags(spec, port=77, slot_dir=Path("/s"))
     params = xllamacpp.CommonParams()
     embedded_child.set_params(params, embedded_child.read_flags(flags), xllamacpp.ggml_type)
     assert (params.n_parallel, params.n_ctx, params.n_batch, params.cache_ram_mib) == (4, 16384, 512, 0)
