@@ -69,6 +69,8 @@ class ClientStream(trio.abc.HalfCloseableStream):
         try:
             with trio.move_on_after(self._stall_s) as waited:
                 await self._inner.send_all(data)
+        except trio.BusyResourceError as error:  # hypercorn sends one at a time, but closes whenever it likes
+            raise trio.BrokenResourceError("the connection is being closed") from error
         finally:
             self._sending = False
         if waited.cancelled_caught:
