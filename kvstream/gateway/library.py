@@ -25,7 +25,8 @@ from ..core.types import Priority
 from .engine import Engine
 from .metrics import Metrics
 from .request import CHAT, COMPLETIONS, parse_request
-from .serve import engine_settings, open_gateway
+from .serve import open_gateway
+from .settings import engine_settings
 from .stream import Stream
 from .upstream import HttpUpstream
 

@@ -24,7 +24,8 @@ from kvstream.gateway.engine import Engine
 from kvstream.gateway.metrics import Metrics
 from kvstream.gateway.proxy import Proxy, ProxySettings
 from kvstream.gateway.router import Router
-from kvstream.gateway.serve import Gateway, engine_settings, make_adapter, open_gateway
+from kvstream.gateway.serve import Gateway, open_gateway
+from kvstream.gateway.settings import engine_settings, make_adapter
 from tests.fakes import FakeRuntime, FakeUpstream, open_runtime
 from tests.fakes.client import Pairs, RawResponse, open_request, send_request
 from tests.fakes.server import FakeServer, open_server

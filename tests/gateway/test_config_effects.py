@@ -29,7 +29,8 @@ from kvstream.gateway.embedded_find import claim_place, find_server, server_flag
 from kvstream.gateway.engine import Engine
 from kvstream.gateway.logs import set_up_logging
 from kvstream.gateway.metrics import Metrics
-from kvstream.gateway.serve import Gateway, embedded_spec, engine_settings, make_adapter, open_gateway
+from kvstream.gateway.serve import Gateway, open_gateway
+from kvstream.gateway.settings import embedded_spec, engine_settings, make_adapter
 from tests.fakes import FakeRuntime, FakeUpstream, Script, open_runtime
 from tests.fakes.client import connect, fetch, open_request, send_request
 from tests.fakes.server import open_server

@@ -1,0 +1,89 @@
+"""What the parts of the gateway are told of a configuration. Plain functions; all wiring is in ``serve``."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Any
+
+import attrs
+
+from ..adapters import ADAPTERS
+from ..adapters.base import Adapter, CapacityQuery
+from ..config import Config
+from ..core.scheduler import SchedulerSettings
+from ..errors import ConfigError
+from .embedded import EmbeddedSpec
+from .engine import EngineSettings
+from .stream import StreamTimes
+
+# memory.dtype as llama.cpp spells it, where that differs
+LLAMA_KV_TYPES: Mapping[str, str] = MappingProxyType({"float32": "f32", "bfloat16": "bf16"})
+
+
+def engine_settings(config: Config) -> EngineSettings:
+    """What the engine is told of a configuration."""
+    memory, upstream, prefix, server = config.memory, config.upstream, config.prefix_cache, config.server
+    scheduler = SchedulerSettings(
+        order=config.scheduler.priority,
+        seats_max=config.scheduler.max_batch_size,
+        queue_max=config.scheduler.max_queue,
+        queue_bytes_max=config.scheduler.max_queue_bytes,
+        wait_s_max=config.scheduler.max_wait_s,
+        ageing_s=config.scheduler.ageing_s,
+        answer_tokens_default=config.scheduler.answer_tokens_default,
+        backfill=config.scheduler.backfill,
+        watermark=memory.watermark,
+        prefix_enabled=prefix.enabled,
+        prefix_tokens_max=prefix.max_prefix_length,
+        prefix_ttl_s=prefix.ttl_seconds,
+    )
+    return EngineSettings(
+        scheduler=scheduler,
+        query=CapacityQuery(
+            page_tokens=memory.block_size,
+            pages=None if memory.num_gpu_blocks == "auto" else memory.num_gpu_blocks,
+            seats=config.backend.seats or None,
+            context_tokens=config.backend.context_tokens or None,
+            host_pages=memory.num_cpu_blocks,
+        ),
+        times=StreamTimes(
+            first_event_s=upstream.first_event_s, gap_s=upstream.stall_s, total_s=upstream.total_s,
+            stall_s=server.stall_s, answer_bytes_max=upstream.answer_bytes_max),
+        buffer_bytes=server.stream_buffer_bytes,
+        wait_s_max=config.scheduler.max_wait_s,
+        load_timeout_s=upstream.load_timeout_s,
+        health_interval_s=upstream.health_interval_s,
+        slot_idle_poll_s=upstream.slot_idle_poll_s,
+        slot_idle_s_max=upstream.slot_idle_s_max,
+        count_timeout_s=upstream.count_timeout_s,
+        include_usage=upstream.include_usage,
+        passthrough=upstream.non_stream == "pass",
+        tokens_keyed_max=prefix.max_prefix_length if prefix.enabled else 0,
+    )
+
+
+def make_adapter(config: Config, base_url: str) -> Adapter:
+    """The adapter of ``backend.type`` for ``base_url``. *Errors*: ``ConfigError`` without an address."""
+    backend = config.backend
+    if not base_url:
+        raise ConfigError(f"backend.base_url: a backend of type {backend.type} needs one (or --backend-url URL)")
+    options: dict[str, Any] = {
+        "base_url": base_url, "model": backend.model, "api_key": backend.api_key,
+        "event_bytes_max": config.upstream.event_bytes_max,
+    }
+    if backend.type == "llamacpp" and backend.kv != "auto":
+        options["kv_unified"] = backend.kv == "unified"
+    adapter: Adapter = ADAPTERS[backend.type](**options)
+    return adapter
+
+
+def embedded_spec(config: Config) -> EmbeddedSpec:
+    """What the supervisor is told of a configuration."""
+    names = [a.name for a in attrs.fields(EmbeddedSpec) if hasattr(config.embedded, a.name)]
+    values = {name: getattr(config.embedded, name) for name in names}
+    values["state_dir"] = config.embedded.state_dir or None
+    if config.memory.dtype != "float16":  # llama.cpp's own default
+        kv_type = LLAMA_KV_TYPES.get(config.memory.dtype, config.memory.dtype)
+        values["extra_args"] = ("-ctk", kv_type, "-ctv", kv_type, *config.embedded.extra_args)
+    return EmbeddedSpec(**values)
