@@ -56,6 +56,6 @@ show-queue *args:
 show-cancel *args:
     {{python}} tests/measure/show_cancel.py {{args}}
 
-# Memory and descriptors, idle and after 10,000 streams
-show-rss *args:
+# The soak: 10,000 streams, 1,000 of them aborted; memory, descriptors and tasks before and after
+soak *args:
     {{python}} tests/measure/show_rss.py {{args}}

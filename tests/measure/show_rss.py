@@ -1,6 +1,6 @@
 """Memory and descriptors of the gateway: idle, and after ten thousand short streams.
 
-    python tests/measure/show_rss.py [--streams 10000] [--aborted 500] [--concurrency 16] [--json FILE]
+    python tests/measure/show_rss.py [--streams 10000] [--aborted 1000] [--concurrency 16] [--json FILE]
 
 KVStream with its defaults before the canned backend. Streams have 8 chunks; a client keeps its connection for ten of
 them and then opens another. Aborted ones are spread evenly among the rest: their answer is slow, and the client closes
@@ -168,7 +168,7 @@ def hold(page: Page, baseline: Look, end: Look, load: Load, args: argparse.Names
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Memory and descriptors of the gateway.")
     parser.add_argument("--streams", type=int, default=10_000)
-    parser.add_argument("--aborted", type=int, default=500, help="of them, closed by the client in mid-answer")
+    parser.add_argument("--aborted", type=int, default=1000, help="of them, closed by the client in mid-answer")
     parser.add_argument("--concurrency", type=int, default=16)
     parser.add_argument("--json", type=Path, metavar="FILE")
     return parser.parse_args()
