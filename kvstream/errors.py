@@ -12,6 +12,7 @@
     │  ├─ ForbiddenHostError           403  Host header of another site (DNS rebinding)
     │  ├─ ModelNotFoundError           404
     │  ├─ RouteNotFoundError           404
+    │  ├─ RouteUnsupportedError        404  we know the route, the backend does not serve it
     │  ├─ MethodNotAllowedError        405
     │  ├─ BodyTooLargeError            413
     │  ├─ MediaTypeError               415  an encoded body we do not decode
@@ -127,6 +128,14 @@ class ModelNotFoundError(RequestError):
 class RouteNotFoundError(RequestError):
     status = 404
     code = "route_not_found"
+    type = "not_found_error"
+
+
+class RouteUnsupportedError(RequestError):
+    """404 and not 501: the official clients try a 5xx again, and no retry can help here."""
+
+    status = 404
+    code = "route_not_supported"
     type = "not_found_error"
 
 

@@ -13,6 +13,7 @@ from typing import Any
 from attrs import define, field
 
 from .base import Delta, UpstreamEvent, Usage
+from .routes import route_of
 
 # Strings that name something: sent once, or repeated in every chunk, never in pieces.
 _NAMES = frozenset({"role", "id", "type", "name", "format", "object", "model", "status", "signature", "expires_at"})
@@ -38,7 +39,7 @@ class Assembler:
 
     def result(self) -> dict[str, Any]:
         """The answer so far, a fresh object."""
-        chat = self._route == "/v1/chat/completions"
+        chat = route_of(self._route).form == "chat"
         top = {key: value for key, value in self._top.items() if key != "object"}
         kind = str(self._top.get("object", "chat.completion" if chat else "text_completion"))
         choices = [self._choices[index].result(index, chat, self._prefix) for index in sorted(self._choices)]

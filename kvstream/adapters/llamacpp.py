@@ -37,7 +37,8 @@ from .bodies import ABSENT, dumps, edit
 from .capacity import PAGES_DEFAULT, SEATS_DEFAULT, CapacityNotes, smallest
 from .failure import failed_reply
 from .llamacpp_state import Props, empty_slot, erased, idle_slot, slots_of, streams_of
-from .openai import ROUTES, OpenAIBackend
+from .openai import OpenAIBackend
+from .routes import LLAMACPP_ROUTES, route_of
 
 PROBE_FILE = "kvstream-probe.bin"
 _HOW_TO_KNOW = "start llama-server with an explicit -np N and --slot-save-path DIR, or set kv_unified"
@@ -55,7 +56,7 @@ class LlamaCppBackend(OpenAIBackend):
     def capabilities(self) -> Capabilities:
         # Usage is not injected: `timings` come unasked on the last chunk, and asking would move them to another one.
         return Capabilities(
-            routes=frozenset(ROUTES),
+            routes=LLAMACPP_ROUTES,
             exact_count=True,
             slots_visible=True,
             usage_injected=False,
@@ -220,7 +221,7 @@ class LlamaCppBackend(OpenAIBackend):
     def count_calls(self, request: ProxyRequest) -> HttpCall | tuple[int, ...] | None:
         """Chat: render the client's own body, so that whatever shapes the prompt is there. Completions: tokenize."""
         view = request.view
-        if request.route == "/v1/chat/completions":
+        if route_of(request.route).form == "chat":
             return None if _has_media(view.get("messages")) else self._post("/apply-template", request, request.body)
         prompt = view.get("prompt")
         if isinstance(prompt, list) and len(prompt) == 1 and isinstance(prompt[0], (str, list)):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from types import MappingProxyType
 from typing import Any, ClassVar
 
 from attrs import field, frozen
@@ -27,29 +26,12 @@ from .capacity import PAGES_DEFAULT, SEATS_DEFAULT, CapacityNotes, smallest
 from .failure import failed_reply
 from .framing import EVENT_BYTES_MAX
 from .metrics import samples_of
+from .routes import OPENAI_ROUTES, route_of
 from .sse import open_decoder
 
 VLLM_SEATS_DEFAULT = 256
 """vLLM pages and preempts by itself and does not tell ``--max-num-seqs``; this is its usual default."""
 
-
-@frozen
-class Route:
-    """One row per route. ``tokens_keys`` are the fields that limit the answer, the preferred one first."""
-
-    path: str
-    tokens_keys: tuple[str, ...]
-
-
-ROUTES: Mapping[str, Route] = MappingProxyType(
-    {
-        row.path: row
-        for row in (
-            Route("/v1/chat/completions", ("max_tokens", "max_completion_tokens")),
-            Route("/v1/completions", ("max_tokens",)),
-        )
-    }
-)
 
 # What must never travel, whatever the gateway's allow-list says: our own framing, hop-by-hop headers, what belongs to
 # the client's browser, and X-Conversation-Id, which makes llama-server ignore that we hung up (case 6).
@@ -98,7 +80,7 @@ class OpenAIBackend:
 
     @property
     def capabilities(self) -> Capabilities:
-        return Capabilities(routes=frozenset(ROUTES), loads_on_demand=True)
+        return Capabilities(routes=OPENAI_ROUTES, loads_on_demand=True)
 
     # --- requests ---
 
@@ -113,7 +95,7 @@ class OpenAIBackend:
     ) -> HttpCall:
         changes = self.changes(request, stream=stream, include_usage=include_usage, slot=slot)
         if tokens_max is not None:
-            changes.update(_limited(ROUTES.get(request.route), request.view, tokens_max))
+            changes.update(_limited(route_of(request.route).limits, request.view, tokens_max))
         body = edit(request.body, request.view, changes)
         accept = "text/event-stream" if stream else "application/json"
         return HttpCall("POST", request.route, self.headers(request.headers, accept), body)
@@ -291,9 +273,8 @@ def context_of(reply: HttpReply | None, model: str) -> int | None:
     return None
 
 
-def _limited(route: Route | None, view: Mapping[str, Any], tokens_max: int) -> dict[str, Any]:
+def _limited(keys: tuple[str, ...], view: Mapping[str, Any], tokens_max: int) -> dict[str, Any]:
     """The answer's limit, never above what the client asked for itself."""
-    keys = route.tokens_keys if route is not None else ()
     named = [key for key in keys if isinstance(view.get(key), int) and not isinstance(view[key], bool)]
     if not named:
         return {keys[0]: tokens_max} if keys else {}

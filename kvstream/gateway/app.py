@@ -22,6 +22,7 @@ from werkzeug.routing import PathConverter
 
 from .. import __version__
 from ..adapters.base import Health
+from ..adapters.routes import ROUTES
 from ..errors import (
     BackendUnavailableError,
     ForbiddenHostError,
@@ -30,6 +31,7 @@ from ..errors import (
     MethodNotAllowedError,
     ModelNotFoundError,
     RouteNotFoundError,
+    RouteUnsupportedError,
 )
 from .asgi import BodyReceiver, Message, Receive, Scope, Send, retry_header, send_error, send_refusal
 from .dialects import dialect_of
@@ -92,6 +94,8 @@ class App:
             self._check_head(scope)
             self._check_host(scope)
             if route not in self._router.routes:
+                if route in ROUTES and scope["method"] == "POST":
+                    raise self._unserved(route)
                 await self._quart(scope, receive, send)  # type: ignore[arg-type]
                 return
             if scope["method"] != "POST":
@@ -100,6 +104,14 @@ class App:
             await send_refusal(send, BodyReceiver(receive), error, [], dialect_of(route).envelope(error))
             return
         await self._proxy(route, scope, receive, send)
+
+    def _unserved(self, route: str) -> RouteUnsupportedError:
+        """Which backends there are, and what they serve instead."""
+        kinds = ", ".join(sorted({lane.adapter.kind for lane in self._router.lanes}))
+        served = ", ".join(sorted(path for path in self._router.routes if path.startswith("/v1/")))
+        return RouteUnsupportedError(
+            f"{route} is not served by the backend ({kinds}); it serves {served}. Put a backend behind KVStream that "
+            "has this route")
 
     def _check_head(self, scope: Scope) -> None:
         """hypercorn's own bound only counts a head that is still incomplete after a read of 64 KiB."""

@@ -7,12 +7,17 @@ has its own form for those, and a client of one chokes on another's.
 
 from __future__ import annotations
 
-import json
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any, Protocol
 
+from ..adapters.routes import ROUTES
 from ..errors import KVStreamError
+from .dialect_anthropic import AnthropicDialect
+from .dialect_llamacpp import LlamaCppDialect
+from .dialect_openai import OpenAIDialect
+from .dialect_responses import ResponsesDialect
 from .ports import Answer
-from .request import COMPLETIONS
 
 
 class Dialect(Protocol):
@@ -26,7 +31,16 @@ class Dialect(Protocol):
         """Proof of life for a client that waits; nothing that changes its answer."""
         ...
 
-    def envelope(self, error: KVStreamError) -> dict[str, Any]:
+    @property
+    def keeps_whole(self) -> bool:
+        """Whether ``length_frames`` has to repeat what was answered, so that somebody must keep it."""
+        ...
+
+    def empty_delta(self, answer: Answer) -> bytes:
+        """Proof of life that a client takes for an event of its answer, where there is such a thing; else a ping."""
+        ...
+
+    def envelope(self, error: KVStreamError, request_id: str = "") -> dict[str, Any]:
         """The body of an HTTP error."""
         ...
 
@@ -38,8 +52,9 @@ class Dialect(Protocol):
         """Token counts that the client asked for and the runtime did not send."""
         ...
 
-    def length_frames(self, answer: Answer) -> bytes:
-        """The end of a stream that we had to cut, as if it had reached a token limit."""
+    def length_frames(self, answer: Answer, whole: dict[str, Any] | None) -> bytes:
+        """The end of a stream that we had to cut, as if it had reached a token limit. ``whole`` is the answer so far,
+        given where ``keeps_whole``."""
         ...
 
     def completed(self, whole: dict[str, Any], answer: Answer) -> dict[str, Any]:
@@ -47,54 +62,20 @@ class Dialect(Protocol):
         ...
 
 
-class OpenAIDialect:
-    """Chat completions and completions."""
+DIALECTS: Mapping[str, Dialect] = MappingProxyType({
+    "openai": OpenAIDialect(),
+    "anthropic": AnthropicDialect(),
+    "responses": ResponsesDialect(),
+    "llamacpp": LlamaCppDialect(),
+})
+"""The dialects by the name that ``adapters.routes`` gives them."""
 
-    media_type = b"text/event-stream; charset=utf-8"
-    ping = b": ping\n\n"
-
-    def envelope(self, error: KVStreamError) -> dict[str, Any]:
-        return error.envelope()
-
-    def error_frame(self, error: KVStreamError) -> bytes:
-        return b"data: " + json.dumps(error.envelope()).encode() + b"\n\n"
-
-    def usage_frame(self, answer: Answer) -> bytes:
-        return _frame(answer, choices=[], usage=usage_numbers(answer))
-
-    def length_frames(self, answer: Answer) -> bytes:
-        empty: dict[str, Any] = {"text": ""} if answer.request.route == COMPLETIONS else {"delta": {}}
-        finish = _frame(answer, choices=[{"index": 0, "finish_reason": "length"} | empty])
-        return finish + (self.usage_frame(answer) if answer.request.include_usage else b"") + b"data: [DONE]\n\n"
-
-    def completed(self, whole: dict[str, Any], answer: Answer) -> dict[str, Any]:
-        if answer.truncated:
-            for choice in whole.get("choices", ()):
-                choice["finish_reason"] = choice.get("finish_reason") or "length"
-        return whole if whole.get("usage") else whole | {"usage": usage_numbers(answer)}
-
-
-OPENAI = OpenAIDialect()
+_BY_PREFIX = (("/v1/messages", "anthropic"),)
 
 
 def dialect_of(path: str) -> Dialect:
     """The dialect that a client of ``path`` speaks, also where nothing is served."""
-    return OPENAI
-
-
-def usage_numbers(answer: Answer) -> dict[str, Any]:
-    """``usage`` for a client whose runtime did not put it where clients look; marked when it is our estimate."""
-    usage = answer.usage
-    prompt, completion = (usage.prompt, usage.completion) if usage else (answer.tokens_prompt, answer.tokens)
-    numbers: dict[str, Any] = {
-        "prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion}
-    if usage is None:
-        return numbers | {"estimated": True}
-    return numbers if usage.cached is None else numbers | {"prompt_tokens_details": {"cached_tokens": usage.cached}}
-
-
-def _frame(answer: Answer, **fields: Any) -> bytes:
-    """A chunk in the likeness of the runtime's last one."""
-    last: dict[str, Any] = answer.last_data if isinstance(answer.last_data, dict) else {}
-    head = {key: last[key] for key in ("id", "object", "created", "model", "system_fingerprint") if key in last}
-    return b"data: " + json.dumps(head | fields).encode() + b"\n\n"
+    route = ROUTES.get(path)
+    if route is not None:
+        return DIALECTS[route.dialect]
+    return DIALECTS[next((name for prefix, name in _BY_PREFIX if path.startswith(prefix)), "openai")]

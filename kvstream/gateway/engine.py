@@ -277,13 +277,13 @@ class Engine:
         stream = Stream(
             rid=rid, name=name, request=request, adapter=self.adapter, client=client, priority=priority,
             arrived=arrived, buffer=EventBuffer(self.settings.buffer_bytes), tokens_prompt=count.tokens,
-            tokens_max=answer_tokens(request.view), count_source=count.source, prompt=count)
+            tokens_max=answer_tokens(request), count_source=count.source, prompt=count)
         self._live[rid] = stream
         self._idle = trio.Event() if self._idle.is_set() else self._idle
         self.post(Submitted(
             rid=rid, keys=count.keys, tokens=count.tokens, tokens_max=stream.tokens_max,
             deadline=arrived + self.settings.wait_s_max, priority=priority, bytes=len(request.body),
-            client=client, count_source=count.source, arrived=arrived, seats=seats_wanted(request.view), weight=weight,
+            client=client, count_source=count.source, arrived=arrived, seats=seats_wanted(request), weight=weight,
             group=self.adapter.load_key(request)))
         try:
             yield stream

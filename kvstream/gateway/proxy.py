@@ -72,9 +72,9 @@ class Proxy:
         except KVStreamError as error:
             self._turned_away(request_id, route, error)
             if body.ended:
-                await send_error(send, error, headers, dialect_of(route).envelope(error))
+                await send_error(send, error, headers, dialect_of(route).envelope(error, request_id))
             else:
-                await send_refusal(send, body, error, headers, dialect_of(route).envelope(error))
+                await send_refusal(send, body, error, headers, dialect_of(route).envelope(error, request_id))
             return
         async with trio.open_nursery() as nursery:
             nursery.start_soon(_cancel_on_disconnect, receive, nursery.cancel_scope)
@@ -96,7 +96,7 @@ class Proxy:
         except KVStreamError as error:  # nothing was sent yet: see _SseAnswer
             if not held:
                 self._turned_away(request_id, request.route, error)
-            await send_error(send, error, headers, dialect.envelope(error))
+            await send_error(send, error, headers, dialect.envelope(error, request_id))
 
     def _turned_away(self, request_id: str, route: str, error: KVStreamError) -> None:
         """Every request has its line and its count, also one that the engine never held."""
@@ -153,7 +153,7 @@ class _StreamedAnswer:
                 if data:
                     await self._write(data)
             if self._answer.truncated and not ended_well:
-                await self._write(self._dialect.length_frames(self._answer))
+                await self._write(self._dialect.length_frames(self._answer, None))
         except KVStreamError as error:
             if not self._started:
                 raise

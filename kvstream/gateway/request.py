@@ -14,11 +14,12 @@ from typing import Any
 from attrs import frozen
 
 from ..adapters.base import ProxyRequest
+from ..adapters.routes import CHAT, COMPLETIONS, Route, route_of
 from ..core.types import Priority
 from ..errors import InvalidRequestError
+from .prompts import FORMS
 
-CHAT = "/v1/chat/completions"
-COMPLETIONS = "/v1/completions"
+__all__ = ["CHAT", "COMPLETIONS", "Incoming", "answer_tokens", "parse_request", "prompt_text", "seats_wanted"]
 
 # Everything else a client sends (cookies, hop-by-hop headers, X-Conversation-Id, Origin, Referer, Host ...) ends here.
 FORWARDED_HEADERS = frozenset({"accept-language", "user-agent", "x-request-id"})
@@ -40,15 +41,16 @@ class Incoming:
 
 def parse_request(route: str, headers: Iterable[tuple[bytes, bytes]], body: bytes, *,
                   forward_authorization: bool = True) -> Incoming:
-    """Read a model call. ``headers`` are ASGI header pairs. Raises ``InvalidRequestError``."""
+    """Read a call of ``route``, a path. ``headers`` are ASGI header pairs. Raises ``InvalidRequestError``."""
+    row = route_of(route)
     view = _parse_object(body)
-    stream = _optional(view, "stream", bool, False)
+    stream = _optional(view, "stream", bool, row.stream_default) and row.streams
     options = view.get("stream_options")
     if options is not None and not isinstance(options, dict):
         raise InvalidRequestError("'stream_options' must be an object", param="stream_options")
     model = _optional(view, "model", str, "")
-    _check_content(route, view)
-    for name in ("max_tokens", "max_completion_tokens", "n"):
+    FORMS[row.form].check(view)
+    for name in (*row.limits, "n"):
         _optional(view, name, int, 0)
     forwarded: list[tuple[str, str]] = []
     secret, priority = b"", Priority.NORMAL
@@ -72,45 +74,35 @@ def parse_request(route: str, headers: Iterable[tuple[bytes, bytes]], body: byte
     return Incoming(request, client, priority)
 
 
-def answer_tokens(view: Mapping[str, Any]) -> int | None:
-    """The most answer tokens the client allows, over all choices; None without a limit."""
-    limit = view.get("max_completion_tokens")
-    if limit is None:
-        limit = view.get("max_tokens")
-    if limit is None or limit < 0:  # llama.cpp reads -1 as "until the context is full"
+def answer_tokens(request: ProxyRequest) -> int | None:
+    """The most answer tokens the client allows, over all choices; None without a limit.
+
+    A route without answer tokens has none, but its other documents take room beside the longest, the one that counts
+    as the prompt; they are what it may grow by.
+    """
+    route = route_of(request.route)
+    if not route.generates:
+        return FORMS[route.form].beside(request.view)
+    limit = _limit(route, request.view)
+    return None if limit is None else limit * seats_wanted(request)
+
+
+def _limit(route: Route, view: Mapping[str, Any]) -> int | None:
+    """The limit of one choice. OpenAI renamed its field; where both are given the new one counts."""
+    named = [view[name] for name in reversed(route.limits) if view.get(name) is not None]
+    if not named or named[0] < 0:  # llama.cpp reads -1 as "until the context is full"
         return None
-    return int(limit) * seats_wanted(view)
+    return int(named[0])
 
 
-def seats_wanted(view: Mapping[str, Any]) -> int:
-    """How many slots of the runtime one call takes: every choice (``n``) of every prompt runs in one of its own."""
-    prompt = view.get("prompt")
-    several = isinstance(prompt, list) and bool(prompt) and isinstance(prompt[0], (str, list))
-    choices = view.get("n") or 1
-    return max(1, int(choices)) * (len(prompt) if several and isinstance(prompt, list) else 1)
+def seats_wanted(request: ProxyRequest) -> int:
+    """How many slots of the runtime one call takes: every choice of every prompt, every document, runs in its own."""
+    return max(1, FORMS[route_of(request.route).form].seats(request.view))
 
 
 def prompt_text(route: str, view: Mapping[str, Any]) -> str:
-    """The text of a prompt in one string, for estimating its length and splitting it into stable pieces.
-
-    Images and audio are left out: their base64 is not text, and its size says nothing about tokens.
-    """
-    if route == COMPLETIONS:
-        prompt = view.get("prompt", "")
-        return prompt if isinstance(prompt, str) else "\n".join(p for p in prompt or () if isinstance(p, str))
-    parts: list[str] = []
-    if view.get("tools"):
-        parts.append(json.dumps(view["tools"], sort_keys=True))
-    for message in view.get("messages") or ():
-        parts.append(f"\n{message.get('role', '')}\n")
-        content = message.get("content")
-        if isinstance(content, str):
-            parts.append(content)
-        elif isinstance(content, list):
-            parts.extend(p["text"] for p in content if isinstance(p, dict) and isinstance(p.get("text"), str))
-        if message.get("tool_calls"):
-            parts.append(json.dumps(message["tool_calls"], sort_keys=True))
-    return "".join(parts)
+    """The text of a prompt in one string, for estimating its length and splitting it into stable pieces."""
+    return FORMS[route_of(route).form].text(view)
 
 
 def _parse_object(body: bytes) -> dict[str, Any]:
@@ -140,20 +132,6 @@ def _optional(view: Mapping[str, Any], name: str, kind: type, default: Any) -> A
 
 
 _NAMES: Mapping[type, str] = MappingProxyType({bool: "true or false", int: "an integer", str: "a string"})
-
-
-def _check_content(route: str, view: Mapping[str, Any]) -> None:
-    if route == CHAT:
-        messages = view.get("messages")
-        if not isinstance(messages, list):
-            raise InvalidRequestError("'messages' must be a list of messages", param="messages")
-        if not messages:
-            raise InvalidRequestError("'messages' must have at least one message", param="messages")
-        for index, message in enumerate(messages):
-            if not isinstance(message, dict):
-                raise InvalidRequestError(f"messages[{index}] must be an object", param=f"messages[{index}]")
-    elif route == COMPLETIONS and not isinstance(view.get("prompt", ""), (str, list)):
-        raise InvalidRequestError("'prompt' must be a string or a list", param="prompt")
 
 
 def _priority(value: str) -> Priority:
