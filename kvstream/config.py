@@ -97,6 +97,11 @@ class UpstreamConfig:
                                   "least while it reads a prompt (more would keep llama.cpp from noticing).",
                                   unit="seconds", low=0.001)
     slot_idle_s_max: float = key(30.0, "After a cancel, count the slot as busy for at most this long.", unit="seconds")
+    breaker_faults: int = key(5, "After so many faults of the runtime in a row (its 5xx, time-outs, broken connections "
+                              "and streams) send it nothing for a while; 0 = go on regardless.", unit="requests",
+                              high=1000)
+    breaker_open_s: float = key(5.0, "How long that while is; doubled up to 60 s each time a trial request fails.",
+                                unit="seconds", low=0.01)
     count_timeout_s: float = key(5.0, "Time to count a prompt's tokens at the runtime before estimating.",
                                  unit="seconds", low=0.001)
 

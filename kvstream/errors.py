@@ -25,8 +25,10 @@
     │  └─ ShuttingDownError            503  draining
     ├─ BackendError                    the runtime's fault: 502, 503 or 504
     │  ├─ BackendUnavailableError      503  reset before the first byte, no route
-   │  │  └─ BackendRefusedError       503  nobody listens there
-    │  ├─ BackendTimeoutError          504  connect, first event, stall or total
+    │  │  └─ BackendRefusedError       503  nobody listens there
+    │  ├─ BackendTimeoutError          504  connect, first event or stall
+    │  │  └─ TotalTimeoutError         504  the answer took longer than the operator allows
+    │  ├─ BackendWedgedError           504  it answers its health route, and computes nothing
     │  ├─ BackendAuthError             502  the runtime wants a key that we do not have
     │  ├─ BackendProtocolError         502  an answer that is not what its API promises
     │  ├─ StreamTruncatedError         502  the stream ended before it was finished
@@ -203,6 +205,15 @@ class BackendRefusedError(BackendUnavailableError):
 class BackendTimeoutError(BackendError):
     status = 504
     code = "backend_timeout"
+
+
+class TotalTimeoutError(BackendTimeoutError):
+    pass
+
+
+class BackendWedgedError(BackendError):
+    status = 504
+    code = "backend_wedged"
 
 
 class BackendAuthError(BackendError):

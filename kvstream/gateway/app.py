@@ -21,7 +21,6 @@ from werkzeug.exceptions import HTTPException
 from werkzeug.routing import PathConverter
 
 from .. import __version__
-from ..adapters.base import Health
 from ..adapters.routes import ROUTES
 from ..errors import (
     BackendUnavailableError,
@@ -196,11 +195,9 @@ def build_quart(router: Router, metrics: Metrics, extra_status: Callable[[], Map
 
     @app.get("/ready")
     async def ready() -> Response:
-        state = engine.watcher.backend.state
-        good = state in (Health.UP, Health.SLEEPING) and not engine.closing
-        if good:
+        if engine.ready:
             return reply({"status": "ready"})
-        response = reply({"status": "draining" if engine.closing else state}, 503)
+        response = reply({"status": "draining" if engine.closing else engine.state}, 503)
         response.headers["retry-after"] = "2"
         return response
 

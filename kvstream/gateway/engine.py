@@ -24,9 +24,9 @@ from contextlib import asynccontextmanager
 from functools import partial
 
 import trio
-from attrs import field, frozen
 
-from ..adapters.base import Adapter, CapacityQuery, Health, ProxyRequest
+from ..adapters.base import Adapter, Health, ProxyRequest
+from ..core.breaker import Circuit
 from ..core.messages import (
     Action,
     Admit,
@@ -36,11 +36,10 @@ from ..core.messages import (
     Produced,
     Recounted,
     Refuse,
-    SeatIdle,
     Submitted,
     Truncate,
 )
-from ..core.scheduler import Scheduler, SchedulerSettings
+from ..core.scheduler import Scheduler
 from ..core.types import CountSource, EndReason, PoolMode, Priority, RequestId
 from ..errors import (
     BackendLoadingError,
@@ -52,38 +51,23 @@ from ..errors import (
 )
 from .buffer import EventBuffer
 from .count import PromptCount, PromptCounter
+from .draining import DrainingSeats
 from .failures import error_of_refusal
-from .health import LOADING_POLL_S, BackendWatcher, DrainingSeat, SlotView
+from .guard import Guard
+from .health import LOADING_POLL_S, BackendWatcher, SlotView
+from .lane_settings import EngineSettings
 from .logs import log_request
 from .metrics import Metrics
 from .ports import Upstream
 from .pump import Pump, PumpHooks
 from .request import answer_tokens, seats_wanted
-from .stream import Stream, StreamTimes, end_reason
+from .stream import Stream, end_reason
+
+__all__ = ["Engine", "EngineSettings"]
 
 log = logging.getLogger("kvstream.engine")
 
 RECOUNTS_AT_ONCE = 4
-
-
-@frozen
-class EngineSettings:
-    """All an engine is told. Times in seconds; see ``kvstream.toml`` for the keys they come from."""
-
-    scheduler: SchedulerSettings
-    query: CapacityQuery
-    times: StreamTimes = field(factory=StreamTimes)
-    buffer_bytes: int = 1024 * 1024
-    wait_s_max: float = 120.0
-    load_timeout_s: float = 600.0
-    health_interval_s: float = 2.0
-    slot_idle_poll_s: float = 0.05
-    slot_idle_s_max: float = 30.0
-    count_timeout_s: float = 5.0
-    include_usage: bool = True
-    passthrough: bool = False
-    tokens_keyed_max: int = 2048
-    raise_bugs: bool = False
 
 
 class Engine:
@@ -110,7 +94,8 @@ class Engine:
         self._wake = trio.Event()
         self._streams: trio.Nursery | None = None
         self._live: dict[RequestId, Stream] = {}
-        self._draining: dict[RequestId, DrainingSeat] = {}
+        self._draining = DrainingSeats(self._live, metrics, self.post)
+        self.guard = Guard(settings, self.post)
         self._next_rid = 0
         self._usage_refused = False
         self._idle = trio.Event()
@@ -128,6 +113,7 @@ class Engine:
             nursery.start_soon(self._tick)
             nursery.start_soon(self.watcher.run_health)
             nursery.start_soon(self.watcher.run_slots)
+            nursery.start_soon(self.guard.run)
             task_status.started()
             await trio.sleep_forever()
 
@@ -157,6 +143,7 @@ class Engine:
             assert self._streams is not None
             stream.lease, stream.granted = action, trio.current_time()
             stream.scope = trio.CancelScope()
+            self.guard.admitted(stream)
             self.metrics.admitted(stream)
             self._streams.start_soon(self._run_pump, stream)
         elif isinstance(action, Refuse):
@@ -168,7 +155,7 @@ class Engine:
 
     async def _run_pump(self, stream: Stream) -> None:
         assert stream.scope is not None
-        hooks = PumpHooks(produced=self._on_produced, progress=self._on_progress,
+        hooks = PumpHooks(produced=self._on_produced, progress=partial(self._on_progress, stream),
                           loading=partial(self._wait_loaded, stream), usage_refused=self._on_usage_refused)
         pump = Pump(stream, self.adapter, self.upstream, self.settings.times, hooks,
                     page_tokens=self.settings.query.page_tokens,
@@ -205,8 +192,10 @@ class Engine:
     def _on_produced(self, rid: RequestId, tokens: int) -> None:
         self.post(Produced(rid, tokens))
 
-    def _on_progress(self) -> None:
+    def _on_progress(self, stream: Stream) -> None:
         self.last_progress = trio.current_time()
+        if self.guard.circuit is Circuit.HALF_OPEN:
+            self.guard.progress(stream)
 
     def _on_usage_refused(self) -> None:
         log.info("the backend does not know stream_options; usage is estimated from now on")
@@ -246,9 +235,10 @@ class Engine:
         draining = (stream.sent and not stream.completed and self.adapter.capabilities.slots_visible
                     and not isinstance(error, BackendUnavailableError))  # then no slot ever heard of it
         if draining:
-            self._draining[stream.rid] = DrainingSeat(
-                stream.rid, stream.answered, stream.first_token is not None, stream.ended)
+            self._draining.add(stream, stream.ended)
             self.watcher.slots_wanted.set()
+        if stream.lease is not None:
+            self.guard.ended(stream, error)
         if refused is None:
             tokens = stream.usage.completion if stream.usage else None
             self.post(Ended(stream.rid, reason, tokens, draining=draining))
@@ -341,23 +331,34 @@ class Engine:
 
     def slot_view(self) -> SlotView:
         """See :class:`health.SlotView`."""
-        return SlotView(
-            frozenset(rid for rid, s in self._live.items() if s.answered and not s.completed and not s.blocked),
-            tuple(self._draining.values()))
+        return self._draining.view()
 
     def seat_idle(self, rid: RequestId, *, capped: bool) -> None:
         """A draining request's slot is idle, or has been given up waiting for (``capped``)."""
-        seat = self._draining.pop(rid, None)
-        if seat is None:
-            return
-        if capped:
-            log.warning("request %d: its slot did not become idle within upstream.slot_idle_s_max", rid)
-        self.metrics.drained(trio.current_time() - seat.since, capped=capped)
-        self.post(SeatIdle(rid))
+        self._draining.idle(rid, capped=capped)
+
+    def backend_returned(self) -> None:
+        """The backend was away and is back."""
+        self.guard.backend_returned()
 
     @property
     def busy(self) -> bool:
         return bool(self._live)
+
+    @property
+    def state(self) -> str:
+        """The backend's state as requests meet it: the watcher's, or ``breaker_open``, ``half_open`` while the breaker
+        stands before a backend that is up."""
+        state, circuit = self.watcher.backend.state, self.guard.circuit
+        if state not in (Health.UP, Health.SLEEPING) or circuit is Circuit.CLOSED:
+            return state
+        return "half_open" if circuit is Circuit.HALF_OPEN else "breaker_open"
+
+    @property
+    def ready(self) -> bool:
+        """Whether a request would be taken and has a chance. From what is known: nothing is asked for it. A half open
+        breaker counts as ready, or whoever sends only to those who are would never send the trial."""
+        return not self.closing and self.state in (Health.UP, Health.SLEEPING, "half_open")
 
     @property
     def streams(self) -> Mapping[RequestId, Stream]:

@@ -79,6 +79,7 @@ class WatchedEngine(Protocol):
     def post(self, event: Event) -> None: ...
     def slot_view(self) -> SlotView: ...
     def seat_idle(self, rid: RequestId, *, capped: bool) -> None: ...
+    def backend_returned(self) -> None: ...
     async def recount_waiting(self) -> None: ...
     @property
     def busy(self) -> bool: ...
@@ -171,6 +172,7 @@ class BackendWatcher:
     async def _learn(self, state: str) -> None:
         """The backend came up: ask what it holds, and open the doors."""
         before = self.backend.capacity
+        away = before is not None and self.backend.state not in (Health.UP, Health.SLEEPING)
         try:
             report = await self._capacity()
         except KVStreamError as error:
@@ -187,7 +189,9 @@ class BackendWatcher:
         self._announce()
         with trio.move_on_after(RECOUNT_S_MAX):
             await self._engine.recount_waiting()
-        self._engine.post(BackendUp(limits, fresh=fresh))
+        if away:
+            self._engine.backend_returned()
+        self._engine.post(BackendUp(limits, fresh=fresh, ramp=away))
 
     async def _capacity(self) -> CapacityReport:
         replies: dict[str, HttpReply | None] = {}

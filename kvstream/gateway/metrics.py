@@ -14,6 +14,7 @@ from prometheus_client.core import GaugeMetricFamily, Metric
 from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
 from prometheus_client.registry import Collector
 
+from ..core.breaker import Circuit
 from ..errors import KVStreamError
 from .stream import outcome_of, outcome_of_refusal
 
@@ -145,6 +146,10 @@ class _EngineGauges(Collector):
         for name in BACKEND_STATES:
             state.add_metric([name], float(self._engine.watcher.backend.state == name))
         yield state
+        circuit = GaugeMetricFamily("kvstream_breaker_state", "1 for the state the breaker is in.", labels=["state"])
+        for each in Circuit:
+            circuit.add_metric([each.value], float(self._engine.guard.circuit is each))
+        yield circuit
 
 
 def _gauges(snapshot: Snapshot) -> Iterable[Metric]:

@@ -40,6 +40,7 @@ from ..errors import (
     KVStreamError,
     ReaderStalledError,
     StreamTruncatedError,
+    TotalTimeoutError,
 )
 from .failures import error_of
 from .stream import Stream, StreamTimes
@@ -101,7 +102,7 @@ class Pump:
                     return
                 await self._recover(failed, gap)
         if total.cancelled_caught:
-            raise BackendTimeoutError(f"the answer took longer than upstream.total_s = {self._times.total_s:g} s")
+            raise TotalTimeoutError(f"the answer took longer than upstream.total_s = {self._times.total_s:g} s")
         if self._stream.first_token is None:
             raise BackendTimeoutError(
                 f"the backend gave no token within upstream.first_event_s = {self._times.first_event_s:g} s")

@@ -56,6 +56,8 @@ def engine_settings(config: Config) -> EngineSettings:
         health_interval_s=upstream.health_interval_s,
         slot_idle_poll_s=upstream.slot_idle_poll_s,
         slot_idle_s_max=upstream.slot_idle_s_max,
+        breaker_faults=upstream.breaker_faults,
+        breaker_open_s=upstream.breaker_open_s,
         count_timeout_s=upstream.count_timeout_s,
         include_usage=upstream.include_usage,
         passthrough=upstream.non_stream == "pass",

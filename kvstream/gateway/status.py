@@ -19,7 +19,7 @@ def status_json(engine: Engine, now: float) -> dict[str, Any]:
     backend = engine.watcher.backend
     return {
         "version": __version__,
-        "state": "draining" if engine.closing else backend.state,
+        "state": "draining" if engine.closing else engine.state,
         "backend": {
             "kind": engine.adapter.kind, "url": public_url(engine.adapter.base_url), "state": backend.state,
             "since_s": round(now - backend.since, 3), "detail": backend.detail,
@@ -40,6 +40,7 @@ def status_json(engine: Engine, now: float) -> dict[str, Any]:
         "estimator": {"chars_per_token": round(engine.counter.estimator.chars_per_token, 3),
                       "units_per_token": round(engine.counter.estimator.units_per_token, 3),
                       "samples": engine.counter.estimator.samples},
+        "breaker": engine.guard.status(now),
         "counters": _counters(snapshot),
     }
 

@@ -546,6 +546,34 @@ async def test_health_is_asked_so_often(autojump_clock: Any, seconds: float) -> 
         gw.nursery.cancel_scope.cancel()
 
 
+async def failing(gw: Front, times: int) -> str:
+    """The breaker's state after so many answers of 500."""
+    gw.runtime.script(Script(status=500, script=[(0, b"{}")]), times=times)
+    for _ in range(times):
+        assert (await gw.chat()).status == 502
+    return str((await gw.status())["breaker"]["state"])
+
+
+@effect("upstream.breaker_faults")
+@pytest.mark.parametrize(("faults", "states"), [(2, ("closed", "open")), (0, ("closed", "closed"))])
+async def test_after_so_many_faults_the_runtime_is_left_alone(
+    autojump_clock: Any, faults: int, states: tuple[str, str]
+) -> None:
+    async with front({"upstream.breaker_faults": faults}) as gw:
+        assert (await failing(gw, 1), await failing(gw, 1)) == states
+
+
+@effect("upstream.breaker_open_s")
+@pytest.mark.parametrize("seconds", [1.0, 20.0])
+async def test_the_runtime_is_left_alone_for_so_long(autojump_clock: Any, seconds: float) -> None:
+    async with front({"upstream.breaker_faults": 1, "upstream.breaker_open_s": seconds}) as gw:
+        assert await failing(gw, 1) == "open"
+        await trio.sleep(seconds - 0.1)
+        assert (await gw.status())["breaker"]["state"] == "open"
+        await trio.sleep(0.2)
+        assert (await gw.status())["breaker"]["state"] == "half_open"
+
+
 async def cancelled(gw: Front) -> None:
     """A stream whose client left after a moment."""
     with trio.move_on_after(0.5):

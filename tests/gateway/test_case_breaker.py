@@ -1,0 +1,118 @@
+"""Cases 41 and 42: what is never tried again, and when a backend is left alone."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+import trio
+
+from tests.fakes import Script
+from tests.gateway.conftest import Call, Lane, chat, data_of, metric, open_lane
+
+BROKEN = Script(status=500, script=[(0, b'{"error":{"message":"the GPU fell off","type":"server_error"}}')])
+
+
+async def break_it(lane: Lane, faults: int = 5) -> list[Call]:
+    """Let so many requests fail, one after the other."""
+    lane.runtime.script(BROKEN, times=faults)
+    return [await lane.post(chat(f"broken {n}")) for n in range(faults)]
+
+
+async def circuit(lane: Lane) -> str:
+    shown = (await lane.status())["breaker"]["state"]
+    assert metric(lane.metrics, "kvstream_breaker_state", state=shown) == 1
+    return str(shown)
+
+
+# --- 42 ---------------------------------------------------------------------------------------------------------------
+
+
+def says(status: int, message: str, kind: str = "invalid_request_error") -> Script:
+    return Script(status=status, script=[(0, json.dumps({"error": {"message": message, "type": kind}}).encode())])
+
+
+@pytest.mark.parametrize("script", [
+    says(400, "bad field"), says(404, "no such thing"), says(413, "too large"), says(422, "cannot be processed"),
+    says(400, "the request exceeds the available context size", "exceed_context_size_error"),
+    says(500, "This model's maximum context length is 4096 tokens", "server_error"),
+    says(500, "Context size has been exceeded.", "server_error"),
+    says(500, "image input is not supported", "server_error"),
+    says(501, "not supported by this server", "not_supported_error"),
+    says(401, "Invalid API Key", "authentication_error"),
+    says(429, "slow down", "rate_limit_error"),
+], ids=lambda script: f"{script.status} {script.script[0][1][12:40]!r}")
+async def test_case_42_what_is_not_the_backends_fault_never_counts(autojump_clock: Any, script: Script) -> None:
+    async with open_lane() as lane:
+        lane.runtime.script(script, times=20)
+        for n in range(20):
+            call = await lane.post(chat(f"wrong {n}"))
+            assert call.status != 200
+        breaker = (await lane.status())["breaker"]
+        assert breaker["state"] == "closed" and breaker["faults"] == 0
+
+
+FAULTS = {
+    "cut": (Script(end="cut", tokens=3), {}),
+    "reset": (Script(end="rst", tokens=3), {}),
+    "no end": (Script(end="eof_no_finish", tokens=3), {}),
+    "error frame": (Script(end="error_event", tokens=3), {}),
+    "reset before the answer": (Script(refuse=True), {}),
+    "silence before the first token": (Script(hang_at_token=0), {"first_event_s": 2.0}),
+    "silence in mid-answer": (Script(hang_at_token=3), {"stall_s": 2.0}),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+async def test_case_42_the_backends_faults(autojump_clock: Any, fault: str) -> None:
+    script, upstream = FAULTS[fault]
+    async with open_lane(upstream=upstream) as lane:
+        lane.runtime.script(script, times=5)
+        for n in range(5):
+            assert await circuit(lane) == "closed"
+            call = await lane.post(chat(f"fails {n}"))
+            assert call.status >= 500 or b'"error"' in call.body
+        assert await circuit(lane) == "open"
+
+
+# --- 41 ---------------------------------------------------------------------------------------------------------------
+
+
+async def test_case_41_nothing_is_repeated_once_the_body_began(autojump_clock: Any) -> None:
+    async with open_lane() as lane:
+        lane.runtime.script(Script(end="rst", tokens=1))
+        call = await lane.post(chat("once"))
+        assert call.status == 200 and b"[DONE]" not in call.body
+        assert data_of(call.body)[-1]["error"]["code"] == "upstream_stream_truncated"
+        await trio.sleep(60)
+        assert lane.runtime.journal.prompts == ["once"]
+
+
+async def test_case_41_a_client_that_loses_patience_is_no_fault(autojump_clock: Any) -> None:
+    async with open_lane(knobs={"slots": 1}) as lane:
+        lane.runtime.script(Script(first_byte_after=30.0), times=10)
+        for n in range(10):
+            call = lane.start(chat(f"impatient {n}"))
+            await trio.sleep(2)
+            call.leave()
+            await call.ended.wait()
+        breaker = (await lane.status())["breaker"]
+        assert breaker["state"] == "closed" and breaker["faults"] == 0
+
+
+async def test_case_41_a_reader_that_stalls_is_no_fault(autojump_clock: Any) -> None:
+    async with open_lane(server={"stall_s": 1.0, "stream_buffer_bytes": 1024}, knobs={"answer_tokens": 200}) as lane:
+        for n in range(6):
+            call = lane.start(chat(f"stuck {n}", max_tokens=200), stuck=True)
+            await trio.sleep(5)
+            call.leave()
+        assert (await lane.status())["breaker"]["state"] == "closed"
+
+
+async def test_case_41_an_answer_cut_by_the_operators_own_bound_is_no_fault(autojump_clock: Any) -> None:
+    async with open_lane(upstream={"total_s": 2.0}) as lane:
+        lane.runtime.script(Script(itl=0.5, tokens=100), times=6)
+        for n in range(6):
+            await lane.post(chat(f"long {n}", max_tokens=100))
+        assert (await lane.status())["breaker"]["faults"] == 0
