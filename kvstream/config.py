@@ -18,7 +18,17 @@ from typing import Literal, get_args, get_type_hints
 import attrs
 from attrs import frozen
 
-from .config_keys import Key, header_safe, host_name, host_names, http_url, key, power_of_two, zero_or_batch
+from .config_keys import (
+    Key,
+    header_safe,
+    host_name,
+    host_names,
+    http_url,
+    key,
+    power_of_two,
+    volatile_names,
+    zero_or_batch,
+)
 
 BackendType = Literal["llamacpp", "openai"]
 KvLayout = Literal["auto", "split", "unified"]
@@ -150,6 +160,20 @@ class PrefixCacheConfig:
 
 
 @frozen
+class PrefixConfig:
+    """Values in prompts that change with every request, and so cost every cached prefix behind them."""
+
+    volatile: tuple[str, ...] = key(
+        ("anthropic_cch",), "Kinds of values that page keys ignore: anthropic_cch (Claude Code's nonce), dates, times, "
+                            "total_tokens. What is sent to the runtime stays as it is.", check=volatile_names)
+    normalize: tuple[str, ...] = key(
+        (), "Of the same kinds, those sent to the runtime as a constant; nothing else of a request is changed.",
+        check=volatile_names)
+    diagnose: bool = key(True, "Compare each prompt with recent ones (8 MiB of them are kept in memory) and show in "
+                               "/status what keeps their prefixes apart.")
+
+
+@frozen
 class AttentionConfig:
     """The native engine's attention."""
 
@@ -192,6 +216,7 @@ class Config:
     memory: MemoryConfig = MemoryConfig()
     scheduler: SchedulerConfig = SchedulerConfig()
     prefix_cache: PrefixCacheConfig = PrefixCacheConfig()
+    prefix: PrefixConfig = PrefixConfig()
     attention: AttentionConfig = AttentionConfig()
     embedded: EmbeddedConfig = EmbeddedConfig()
     logging: LoggingConfig = LoggingConfig()

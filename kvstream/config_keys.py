@@ -17,6 +17,7 @@ import attrs
 INT_MAX = 2**53
 FLOAT_MAX = 1e9
 
+VOLATILE_NAMES = ("anthropic_cch", "dates", "times", "total_tokens")
 SECRET_SHOWN = "***"
 QUOTE_CHARS_MAX = 60
 
@@ -153,6 +154,12 @@ def host_name(value: str) -> str | None:
 
 def host_names(value: tuple[str, ...]) -> str | None:
     return next((wrong for wrong in map(host_name, value) if wrong), None)
+
+
+def volatile_names(value: tuple[str, ...]) -> str | None:
+    """Names of patterns; what they match is in ``core.volatile``."""
+    wrong = next((name for name in value if name not in VOLATILE_NAMES), None)
+    return None if wrong is None else f"may contain {one_of(VOLATILE_NAMES)}, not {as_toml(wrong)}"
 
 
 def header_safe(value: str) -> str | None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from attrs import frozen
 
 from ..adapters.base import Adapter, HttpCall, ProxyRequest
@@ -71,13 +73,14 @@ class PromptCounter:
     """Counts the prompts of one lane, and learns. ``estimator`` is replaced, never changed."""
 
     def __init__(self, adapter: Adapter, upstream: Upstream, *, page_tokens: int, tokens_keyed_max: int,
-                 timeout_s: float) -> None:
+                 timeout_s: float, canonical: Callable[[ProxyRequest], ProxyRequest]) -> None:
         self.estimator = TokenEstimator()
         self._adapter = adapter
         self._upstream = upstream
         self._page_tokens = page_tokens
         self._tokens_keyed_max = tokens_keyed_max
         self._timeout_s = timeout_s
+        self._canonical = canonical  # volatile values are constants in what the keys are made of
 
     @property
     def can_be_exact(self) -> bool:
@@ -85,6 +88,7 @@ class PromptCounter:
 
     async def exact(self, request: ProxyRequest, client: str) -> PromptCount | None:
         """The count by the runtime; None when it cannot tell. *Errors*: none. *Cancellation*: safe."""
+        request = self._canonical(request)
         ids = await count_exact(self._adapter, self._upstream, request, timeout_s=self._timeout_s)
         if ids is None:
             return None
@@ -92,7 +96,7 @@ class PromptCounter:
                            tokens_keyed_max=self._tokens_keyed_max)
 
     def estimate(self, request: ProxyRequest, client: str) -> PromptCount:
-        return keys_of_text(request, self.estimator, client=client, page_tokens=self._page_tokens,
+        return keys_of_text(self._canonical(request), self.estimator, client=client, page_tokens=self._page_tokens,
                             tokens_keyed_max=self._tokens_keyed_max)
 
     def learn(self, request: ProxyRequest, count: PromptCount, tokens: int) -> None:

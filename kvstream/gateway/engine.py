@@ -55,6 +55,7 @@ from .draining import DrainingSeats
 from .failures import error_of_refusal
 from .guard import Guard
 from .health import LOADING_POLL_S, BackendWatcher, SlotView
+from .hygiene import PrefixHygiene
 from .lane_settings import EngineSettings
 from .logs import log_request
 from .metrics import Metrics
@@ -81,9 +82,10 @@ class Engine:
         self.settings = settings
         self.metrics = metrics
         self.scheduler = Scheduler(settings.scheduler)
+        self.hygiene = PrefixHygiene(settings.hygiene)
         self.counter = PromptCounter(
             adapter, upstream, page_tokens=settings.query.page_tokens, tokens_keyed_max=settings.tokens_keyed_max,
-            timeout_s=settings.count_timeout_s)
+            timeout_s=settings.count_timeout_s, canonical=self.hygiene.canonical)
         self.watcher = BackendWatcher(
             adapter, upstream, self, settings.query, interval_s=settings.health_interval_s,
             load_timeout_s=settings.load_timeout_s, idle_poll_s=settings.slot_idle_poll_s,
@@ -263,7 +265,9 @@ class Engine:
         rid = RequestId(self._next_rid)
         arrived = trio.current_time()
         await self._check_open()
+        request = self.hygiene.normalized(request)
         count = await self._count(request, client)
+        self.hygiene.look(request, client, count.tokens)
         stream = Stream(
             rid=rid, name=name, request=request, adapter=self.adapter, client=client, priority=priority,
             arrived=arrived, buffer=EventBuffer(self.settings.buffer_bytes), tokens_prompt=count.tokens,

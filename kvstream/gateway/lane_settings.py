@@ -6,6 +6,7 @@ from attrs import field, frozen
 
 from ..adapters.base import CapacityQuery
 from ..core.scheduler import SchedulerSettings
+from .hygiene import HygieneSettings
 from .stream import StreamTimes
 
 
@@ -28,4 +29,5 @@ class EngineSettings:
     tokens_keyed_max: int = 2048
     breaker_faults: int = 5
     breaker_open_s: float = 5.0
+    hygiene: HygieneSettings = field(factory=HygieneSettings)
     raise_bugs: bool = False

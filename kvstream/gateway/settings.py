@@ -15,6 +15,7 @@ from ..core.scheduler import SchedulerSettings
 from ..errors import ConfigError
 from .embedded import EmbeddedSpec
 from .engine import EngineSettings
+from .hygiene import HygieneSettings
 from .stream import StreamTimes
 
 # memory.dtype as llama.cpp spells it, where that differs
@@ -62,6 +63,7 @@ def engine_settings(config: Config) -> EngineSettings:
         include_usage=upstream.include_usage,
         passthrough=upstream.non_stream == "pass",
         tokens_keyed_max=prefix.max_prefix_length if prefix.enabled else 0,
+        hygiene=HygieneSettings(config.prefix.volatile, config.prefix.normalize, config.prefix.diagnose),
     )
 
 

@@ -41,6 +41,7 @@ def status_json(engine: Engine, now: float) -> dict[str, Any]:
                       "units_per_token": round(engine.counter.estimator.units_per_token, 3),
                       "samples": engine.counter.estimator.samples},
         "breaker": engine.guard.status(now),
+        "prefix_hygiene": engine.hygiene.status(),
         "counters": _counters(snapshot),
     }
 

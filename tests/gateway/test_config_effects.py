@@ -810,6 +810,43 @@ async def test_an_unused_prefix_is_forgotten(autojump_clock: Any, seconds: float
         assert ((await gw.status())["prefixes"]["nodes"] > 0) is kept
 
 
+# --- prefix hygiene ---------------------------------------------------------------------------------------------------
+
+
+async def ask_by_clock(gw: Front) -> None:
+    """Two requests that differ in the time of day, at the start of the prompt."""
+    for minute in (30, 31):
+        system = {"role": "system", "content": f"It is 12:{minute}. " + "word " * 200}
+        body = {"messages": [system, {"role": "user", "content": "hello"}], "max_tokens": 2}
+        assert (await gw.call("POST", CHAT, json.dumps(body).encode())).status == 200
+
+
+@effect("prefix.volatile")
+@pytest.mark.parametrize(("names", "shared"), [(("times",), True), ((), False)])
+async def test_page_keys_ignore_such_values(autojump_clock: Any, names: tuple[str, ...], shared: bool) -> None:
+    async with front({"prefix.volatile": names}) as gw:
+        await ask_by_clock(gw)
+        assert ((await gw.status())["counters"]["prefix_tokens_accounted"] >= 192) is shared
+        bodies = {entry.request.body for entry in gw.runtime.journal.calls if entry.inference}
+        assert len(bodies) == 2  # nothing is rewritten
+
+
+@effect("prefix.normalize")
+@pytest.mark.parametrize(("names", "sent"), [(("times",), 1), ((), 2)])
+async def test_such_values_are_sent_as_a_constant(autojump_clock: Any, names: tuple[str, ...], sent: int) -> None:
+    async with front({"prefix.normalize": names}) as gw:
+        await ask_by_clock(gw)
+        assert len({entry.request.body for entry in gw.runtime.journal.calls if entry.inference}) == sent
+
+
+@effect("prefix.diagnose")
+@pytest.mark.parametrize("on", [True, False])
+async def test_what_keeps_prefixes_apart_is_named(autojump_clock: Any, on: bool) -> None:
+    async with front({"prefix.diagnose": on}) as gw:
+        await ask_by_clock(gw)
+        assert bool((await gw.status())["prefix_hygiene"]["findings"]) is on
+
+
 @effect("attention.backend")
 async def test_not_built_yet_attention_is_only_visible_in_status(autojump_clock: Any) -> None:
     async with front({"attention.backend": "naive"}) as gw:
