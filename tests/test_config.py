@@ -25,6 +25,8 @@ BY_PATH = [pytest.param(about, id=about.path) for about in KEYS]
 WORDS = {  # values for keys that are strings but not any string
     "server.host": ("0.0.0.0", "::1", "kv.example"),
     "server.allowed_hosts": (("a.example",), ("b.example", "c.example"), ("10.0.0.1",)),
+    "prefix.volatile": (("dates",), ("times", "dates"), ("total_tokens",)),
+    "prefix.normalize": (("dates",), ("times", "dates"), ("total_tokens",)),
     "backend.base_url": ("http://10.0.0.1:1", "https://h.example/v1", "http://[::1]:9"),
     "embedded.batch_tokens": (32, 64, 128),
     "memory.num_gpu_blocks": (7, 8, 9),
