@@ -25,7 +25,9 @@ from .config_keys import (
     host_names,
     http_url,
     key,
+    origins,
     power_of_two,
+    secrets_safe,
     volatile_names,
     zero_or_batch,
 )
@@ -44,8 +46,8 @@ BACKEND_URLS: Mapping[str, str] = MappingProxyType({"llamacpp": "http://127.0.0.
 class ServerConfig:
     """Where KVStream listens and what it grants a client."""
 
-    host: str = key("127.0.0.1", "Address to listen on. There is no authentication: keep it on loopback.",
-                    check=host_name)
+    host: str = key("127.0.0.1", "Address to listen on. Without [auth] keys keep it on loopback: whoever reaches it "
+                                 "may use it.", check=host_name)
     port: int = key(8080, "Port to listen on; 0 takes a free one.", high=65535)
     keepalive_s: float = key(15.0, "Send an SSE comment after this long without output; 0 = never.", unit="seconds")
     drain_s: float = key(30.0, "After SIGTERM, let running streams go on for this long.", unit="seconds")
@@ -62,6 +64,28 @@ class ServerConfig:
         check=host_names)
     half_close: Literal["tolerate", "disconnect"] = key(
         "tolerate", "What it means when a client shuts down its sending side: it still reads, or it is gone.")
+    cors_origins: tuple[str, ...] = key(
+        (), 'Origins whose web pages may call KVStream, exactly as a browser sends them: "https://chat.example". '
+            '"*" lets every web page in; only without [auth].', check=origins)
+    public_metrics: bool = key(False, "Show /metrics and /status to anybody, also on an address that is not loopback.")
+
+
+@frozen
+class AuthConfig:
+    """Who may use KVStream. Off unless keys_file or keys is set; then all but /health and /ready needs a key."""
+
+    keys_file: str = key("", "Path of a TOML file with one [[key]] per client: name, key (or sha256, its digest in "
+                             "hex), and if wanted priority (high, normal, low), share (weight in the fair share of "
+                             "seats) and rate (requests per minute, 0 = no limit).")
+    keys: tuple[str, ...] = key((), "Keys without a file; each is a client of its own, with default rights.",
+                                secret=True, check=secrets_safe)
+    metrics_token: str = key("", "A key that opens /metrics and /status and nothing else, for Prometheus.",
+                             secret=True, check=header_safe)
+
+    @property
+    def enabled(self) -> bool:
+        """Whether clients need a key."""
+        return bool(self.keys_file or self.keys)
 
 
 @frozen
@@ -211,6 +235,7 @@ class Config:
     """The whole configuration. ``Config()`` holds every default; ``attrs.evolve`` makes variants."""
 
     server: ServerConfig = ServerConfig()
+    auth: AuthConfig = AuthConfig()
     backend: BackendConfig = BackendConfig()
     upstream: UpstreamConfig = UpstreamConfig()
     memory: MemoryConfig = MemoryConfig()

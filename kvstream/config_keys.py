@@ -167,3 +167,28 @@ def header_safe(value: str) -> str | None:
     if value.isascii() and value.isprintable() and value == value.strip():
         return None
     return "must be printable ASCII without blanks at its ends"
+
+
+def secrets_safe(value: tuple[str, ...]) -> str | None:
+    """Keys of clients: each must survive an HTTP header, and none may be given twice."""
+    if any(not secret or " " in secret or header_safe(secret) for secret in value):
+        return "must be keys of printable ASCII without blanks"
+    return "must not name a key twice" if len(set(value)) < len(value) else None
+
+
+def origins(value: tuple[str, ...]) -> str | None:
+    return next((wrong for wrong in map(_origin, value) if wrong), None)
+
+
+def _origin(value: str) -> str | None:
+    """``scheme://host`` or ``scheme://host:port`` in the form a browser sends, which is compared letter by letter."""
+    scheme, divider, host = value.partition("://")
+    if value == "*":
+        return None
+    if not divider or not scheme or not host or not value.isascii() or any(c.isspace() or c in "/@?#*,;" for c in host):
+        return f'must be origins such as "https://chat.example" (no slash at the end) or "*", not {as_toml(value)}'
+    if value != value.lower():
+        return f"must be in lower case, as browsers send it, not {as_toml(value)}"
+    if (scheme, host.rpartition(":")[2]) in (("http", "80"), ("https", "443")):
+        return f"must not name the usual port, which browsers leave out: {as_toml(value)}"
+    return None

@@ -22,6 +22,7 @@ from cattrs import Converter
 from cattrs.errors import BaseValidationError
 
 from .config import KEYS, KEYS_BY_PATH, SECTIONS, Config, Loaded
+from .config_auth import client_keys
 from .config_keys import Key, as_toml, one_of
 from .errors import ConfigError
 
@@ -292,6 +293,13 @@ def check_together(config: Config) -> list[str]:
     elif not backend.url:
         problems.append(f"backend.base_url: an {backend.type} backend has no default address; set it, "
                         "for example http://127.0.0.1:8000 (--backend-url)")
+    if config.auth.enabled and "*" in config.server.cors_origins:
+        problems.append('server.cors_origins: "*" opens KVStream to every web page, which keys are to prevent; '
+                        "name the origins")
+    try:
+        client_keys(config.auth)
+    except ConfigError as error:
+        problems.extend(error.problems)
     return problems
 
 

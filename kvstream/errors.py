@@ -9,7 +9,9 @@
     ├─ RequestError                    the client's fault: 4xx
     │  ├─ InvalidRequestError          400  malformed body, wrong type of a field
     │  ├─ ContextLengthError           400  can never fit; names both numbers
+    │  ├─ UnauthorizedError            401  no key, or one that opens nothing here
     │  ├─ ForbiddenHostError           403  Host header of another site (DNS rebinding)
+    │  ├─ ForbiddenError               403  not for this client, or for nobody on this address
     │  ├─ ModelNotFoundError           404
     │  ├─ RouteNotFoundError           404
     │  ├─ RouteUnsupportedError        404  we know the route, the backend does not serve it
@@ -19,6 +21,7 @@
     │  └─ UpstreamRejectedError        4xx  the runtime refused this very request
     ├─ OverloadError                   503 (429 for the queue bounds), always with Retry-After
     │  ├─ QueueFullError               429
+    │  ├─ RateLimitedError             429  this key asked more often than it may
     │  ├─ QueueTimeoutError            503  waited as long as allowed
     │  ├─ PredictedWaitError           503  would wait longer than allowed, so it is told at once
     │  ├─ BackendLoadingError          503  the model is still being loaded
@@ -115,6 +118,18 @@ class ContextLengthError(RequestError):
     code = "context_length_exceeded"
 
 
+class UnauthorizedError(RequestError):
+    status = 401
+    code = "invalid_api_key"
+    type = "authentication_error"
+
+
+class ForbiddenError(RequestError):
+    status = 403
+    code = "forbidden"
+    type = "permission_error"
+
+
 class ForbiddenHostError(RequestError):
     status = 403
     code = "host_not_allowed"
@@ -169,6 +184,12 @@ class OverloadError(KVStreamError):
 class QueueFullError(OverloadError):
     status = 429
     code = "queue_full"
+
+
+class RateLimitedError(OverloadError):
+    status = 429
+    code = "rate_limit_exceeded"
+    type = "rate_limit_error"
 
 
 class QueueTimeoutError(OverloadError):

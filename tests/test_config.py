@@ -24,6 +24,7 @@ ROOT = Path(__file__).resolve().parents[1]
 BY_PATH = [pytest.param(about, id=about.path) for about in KEYS]
 WORDS = {  # values for keys that are strings but not any string
     "server.host": ("0.0.0.0", "::1", "kv.example"),
+    "server.cors_origins": (("https://a.example",), ("http://b.example:3000", "app://c"), ("*",)),
     "server.allowed_hosts": (("a.example",), ("b.example", "c.example"), ("10.0.0.1",)),
     "prefix.volatile": (("dates",), ("times", "dates"), ("total_tokens",)),
     "prefix.normalize": (("dates",), ("times", "dates"), ("total_tokens",)),
@@ -71,8 +72,10 @@ def problems(**sources: Any) -> list[str]:
 
 @pytest.fixture
 def write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Writes kvstream.toml into an empty working directory."""
+    """Writes kvstream.toml into a working directory that is empty but for some files of keys."""
     monkeypatch.chdir(tmp_path)
+    for name in ("one", "two", "three"):
+        (tmp_path / name).write_text(f'[[key]]\nname = "{name}"\nkey = "kvs-{name}"\n', "utf-8")
 
     def write(text: str | bytes, name: str = "kvstream.toml") -> Path:
         path = tmp_path / name

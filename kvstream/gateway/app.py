@@ -6,7 +6,6 @@ under a name of its own (DNS rebinding); such a request carries that name in its
 
 from __future__ import annotations
 
-import ipaddress
 import json
 import logging
 import re
@@ -32,7 +31,8 @@ from ..errors import (
     RouteNotFoundError,
     RouteUnsupportedError,
 )
-from .asgi import BodyReceiver, Message, Receive, Scope, Send, retry_header, send_error, send_refusal
+from .access import Access, challenge, is_loopback
+from .asgi import BodyReceiver, Message, Receive, Scope, Send, retry_header, send_empty, send_error, send_refusal
 from .dialects import dialect_of
 from .failures import error_of
 from .metrics import CONTENT_TYPE, Metrics
@@ -59,7 +59,9 @@ class App:
     """The ASGI application. ``active`` counts requests in hand, for the drain."""
 
     def __init__(self, router: Router, proxy: Proxy, metrics: Metrics, settings: AppSettings,
-                 extra_status: Callable[[], Mapping[str, Any]]) -> None:
+                 extra_status: Callable[[], Mapping[str, Any]], access: Access | None = None) -> None:
+        self.access = access or Access()
+        self._metrics = metrics
         self._router = router
         self._proxy = proxy
         self._settings = settings
@@ -73,7 +75,7 @@ class App:
                 await send({"type": "websocket.close"})  # before it was accepted: a 403
             return
         self.active += 1
-        answer = _Watched(send)
+        answer = _Watched(self.access.wrap(scope, send))
         try:
             await self._dispatch(scope, receive, answer)
         except Exception:
@@ -92,6 +94,11 @@ class App:
         try:
             self._check_head(scope)
             self._check_host(scope)
+            allowed = self.access.preflight(scope)
+            if allowed is not None:
+                await send_empty(send, 204, allowed)
+                return
+            scope = self.access.admit(scope)
             if route not in self._router.routes:
                 if route in ROUTES and scope["method"] == "POST":
                     raise self._unserved(route)
@@ -99,8 +106,12 @@ class App:
                 return
             if scope["method"] != "POST":
                 raise MethodNotAllowedError(f"{route} takes POST, not {scope['method']}")
+            self.access.spend(scope)
         except KVStreamError as error:
-            await send_refusal(send, BodyReceiver(receive), error, [], dialect_of(route).envelope(error))
+            if route in self._router.routes:
+                self._metrics.turned_away(route, error)
+            headers = challenge(error, scope)
+            await send_refusal(send, BodyReceiver(receive), error, headers, dialect_of(route).envelope(error))
             return
         await self._proxy(route, scope, receive, send)
 
@@ -164,11 +175,7 @@ def host_name(host: str) -> str:
 
 def accepted_hosts(bind: str, allowed: tuple[str, ...]) -> frozenset[str] | None:
     """Which Host names a bind accepts: on loopback the loopback names and ``allowed``, elsewhere any."""
-    try:
-        loopback = ipaddress.ip_address(bind.strip("[]")).is_loopback
-    except ValueError:
-        loopback = bind.lower() == "localhost"
-    if not loopback:
+    if not is_loopback(bind):
         return None
     return frozenset({"localhost", "127.0.0.1", "::1", bind.lower().strip("[]"), *(host_name(h) for h in allowed)})
 

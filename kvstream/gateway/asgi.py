@@ -99,6 +99,12 @@ async def send_error(send: Send, error: KVStreamError, headers: Iterable[tuple[b
     await send_json(send, error.status, envelope, [*retry_header(error), *headers])
 
 
+async def send_empty(send: Send, status: int, headers: Headers) -> None:
+    """An answer without a body."""
+    await send({"type": "http.response.start", "status": status, "headers": [_VERSION, *headers]})
+    await send({"type": "http.response.body", "body": b""})
+
+
 def retry_header(error: KVStreamError) -> Headers:
     """``Retry-After``, on every 429 and 503. Rounded up: a client that comes back too early is refused again."""
     wait_s = error.retry_after_s

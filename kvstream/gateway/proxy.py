@@ -13,6 +13,7 @@ from attrs import frozen
 
 from ..adapters.base import Delta, Done, Failed, UpstreamEvent, Usage
 from ..errors import BackendProtocolError, KVStreamError
+from .access import identified
 from .asgi import (
     BodyReceiver,
     ClientGoneError,
@@ -64,8 +65,8 @@ class Proxy:
         try:
             content = await read_body(scope, body, bytes_max=self._settings.body_bytes_max,
                                       gap_s=self._settings.body_gap_s)
-            incoming = parse_request(route, scope["headers"], content,
-                                     forward_authorization=self._settings.forward_authorization)
+            incoming = identified(parse_request(
+                route, scope["headers"], content, forward_authorization=self._settings.forward_authorization), scope)
             del content
         except ClientGoneError:
             return

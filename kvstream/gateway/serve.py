@@ -28,6 +28,7 @@ from attrs import define
 
 from ..config import Config, Loaded
 from ..errors import ShuttingDownError
+from .access import Access
 from .app import App, AppSettings, accepted_hosts
 from .connections import Server, open_sockets
 from .embedded import Died, EmbeddedEvent, EmbeddedServer, Loading, Restarting, describe_event
@@ -36,7 +37,7 @@ from .logs import set_up_logging
 from .metrics import Metrics
 from .proxy import Proxy, ProxySettings
 from .router import Router
-from .settings import embedded_spec, engine_settings, make_adapter
+from .settings import access_settings, access_warnings, embedded_spec, engine_settings, make_adapter
 from .upstream import HttpUpstream
 
 log = logging.getLogger("kvstream.serve")
@@ -141,7 +142,9 @@ def _make_server(config: Config, engine: Engine, metrics: Metrics, sockets: list
         forward_authorization=config.upstream.forward_authorization))
     app = App(router, proxy, metrics, AppSettings(
         accepted_hosts(settings.host, settings.allowed_hosts), settings.header_bytes_max),
-        lambda: _extra_status(config, embedded))
+        lambda: _extra_status(config, embedded), Access(access_settings(config)))
+    for warning in access_warnings(config):
+        log.warning("%s", warning)
     server = Server(app, sockets, metrics, connections_max=settings.connections_max,  # type: ignore[arg-type]
                     header_bytes_max=settings.header_bytes_max, stall_s=settings.stall_s,
                     tolerate_half_close=settings.half_close == "tolerate")

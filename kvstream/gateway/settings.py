@@ -11,8 +11,10 @@ import attrs
 from ..adapters import ADAPTERS
 from ..adapters.base import Adapter, CapacityQuery
 from ..config import Config
+from ..config_auth import client_keys, keys_file_warning
 from ..core.scheduler import SchedulerSettings
 from ..errors import ConfigError
+from .access import AccessSettings, is_loopback
 from .embedded import EmbeddedSpec
 from .engine import EngineSettings
 from .hygiene import HygieneSettings
@@ -65,6 +67,22 @@ def engine_settings(config: Config) -> EngineSettings:
         tokens_keyed_max=prefix.max_prefix_length if prefix.enabled else 0,
         hygiene=HygieneSettings(config.prefix.volatile, config.prefix.normalize, config.prefix.diagnose),
     )
+
+
+def access_settings(config: Config) -> AccessSettings:
+    """Who may come in. Reads ``auth.keys_file``. *Errors*: ``ConfigError``."""
+    return AccessSettings(
+        keys=client_keys(config.auth), metrics_token=config.auth.metrics_token, origins=config.server.cors_origins,
+        loopback=is_loopback(config.server.host), public_metrics=config.server.public_metrics)
+
+
+def access_warnings(config: Config) -> list[str]:
+    """What an operator should know about who may come in, for the log at start."""
+    found = [keys_file_warning(config.auth)]
+    if not is_loopback(config.server.host) and not config.auth.enabled:
+        found.append(f"server.host = {config.server.host} can be reached from other machines, and there are no [auth] "
+                     "keys: whoever reaches it may use it")
+    return [text for text in found if text]
 
 
 def make_adapter(config: Config, base_url: str) -> Adapter:

@@ -19,13 +19,14 @@ import trio
 from attrs import define, field
 
 from kvstream.config import Config, Loaded
+from kvstream.gateway.access import Access
 from kvstream.gateway.app import App, AppSettings
 from kvstream.gateway.engine import Engine
 from kvstream.gateway.metrics import Metrics
 from kvstream.gateway.proxy import Proxy, ProxySettings
 from kvstream.gateway.router import Router
 from kvstream.gateway.serve import Gateway, open_gateway
-from kvstream.gateway.settings import engine_settings, make_adapter
+from kvstream.gateway.settings import access_settings, engine_settings, make_adapter
 from tests.fakes import FakeRuntime, FakeUpstream, open_runtime
 from tests.fakes.client import Pairs, RawResponse, open_request, send_request
 from tests.fakes.server import FakeServer, open_server
@@ -221,7 +222,8 @@ async def open_lane(*, split: Any = None, wait: bool = True, knobs: Any = None,
             keepalive_s=server.keepalive_s, body_bytes_max=server.body_bytes_max, body_gap_s=server.stall_s,
             answer_bytes_max=config.upstream.answer_bytes_max,
             forward_authorization=config.upstream.forward_authorization))
-        app = App(router, proxy, metrics, AppSettings(frozenset({"localhost"})), dict)
+        app = App(router, proxy, metrics, AppSettings(frozenset({"localhost"})), dict,
+                  Access(access_settings(config)))
         async with trio.open_nursery() as nursery:
             await nursery.start(engine.run)
             while wait and not is_up(engine):

@@ -342,6 +342,52 @@ async def test_a_half_closed_client_is_served_or_gone(word: str, served_: bool) 
         await response.close()
 
 
+@effect("server.cors_origins")
+async def test_a_web_page_of_a_named_origin_may_read_answers(autojump_clock: Any) -> None:
+    async with front({"server.cors_origins": ("https://chat.example",)}) as gw:
+        for origin, shown in (("https://chat.example", "https://chat.example"), ("https://evil.example", None)):
+            answer = await gw.chat(headers={"origin": origin})
+            assert (answer.status, answer.headers.get("access-control-allow-origin")) == (200, shown)
+
+
+@effect("server.public_metrics")
+@pytest.mark.parametrize(("public", "status"), [(False, 403), (True, 200)])
+async def test_pages_are_shown_beyond_loopback_only_on_demand(
+        autojump_clock: Any, public: bool, status: int) -> None:
+    async with front({"server.host": "0.0.0.0", "server.public_metrics": public}) as gw:
+        for page in ("/metrics", "/status"):
+            assert (await gw.call("GET", page)).status == status
+        assert (await gw.chat()).status == 200
+
+
+# --- auth -------------------------------------------------------------------------------------------------------------
+
+
+@effect("auth.keys_file")
+async def test_the_keys_of_this_file_are_wanted(autojump_clock: Any, tmp_path: Path) -> None:
+    path = tmp_path / "keys.toml"
+    path.write_text('[[key]]\nname = "alice"\nkey = "kvs-alice"\n', "utf-8")
+    async with front({"auth.keys_file": str(path)}) as gw:
+        assert (await gw.chat()).status == 401
+        assert (await gw.chat(headers={"authorization": "Bearer kvs-alice"})).status == 200
+
+
+@effect("auth.keys")
+async def test_one_of_these_keys_is_wanted(autojump_clock: Any) -> None:
+    async with front({"auth.keys": ("one", "two")}) as gw:
+        for secret, status in (("one", 200), ("two", 200), ("three", 401)):
+            assert (await gw.chat(headers={"x-api-key": secret})).status == status
+
+
+@effect("auth.metrics_token")
+async def test_this_token_opens_the_two_pages_only(autojump_clock: Any) -> None:
+    token = {"authorization": "Bearer scrape"}
+    async with front({"auth.metrics_token": "scrape", "server.host": "0.0.0.0", "auth.keys": ("one",)}) as gw:
+        assert (await gw.call("GET", "/metrics")).status == 401
+        assert (await gw.call("GET", "/metrics", headers=token)).status == 200
+        assert (await gw.chat(headers=token)).status == 401
+
+
 # --- backend ----------------------------------------------------------------------------------------------------------
 
 
