@@ -32,14 +32,15 @@ from .config_keys import (
     zero_or_batch,
 )
 
-BackendType = Literal["llamacpp", "openai"]
+BackendType = Literal["llamacpp", "ollama", "openai"]
 KvLayout = Literal["auto", "split", "unified"]
 KvType = Literal["float32", "float16", "bfloat16", "q8_0", "q5_1", "q5_0", "q4_1", "q4_0", "iq4_nl"]
 LogLevel = Literal["DEBUG", "INFO", "WARNING", "ERROR"]
 
 # Where a kind of runtime listens when nobody says otherwise. llama-server's own default is 8080, which is ours; the
 # README starts it on 8081. An OpenAI-compatible server can be anywhere, so it has no default.
-BACKEND_URLS: Mapping[str, str] = MappingProxyType({"llamacpp": "http://127.0.0.1:8081"})
+BACKEND_URLS: Mapping[str, str] = MappingProxyType({
+    "llamacpp": "http://127.0.0.1:8081", "ollama": "http://127.0.0.1:11434"})
 
 
 @frozen
@@ -93,12 +94,16 @@ class BackendConfig:
     """The model runtime behind KVStream."""
 
     type: BackendType = key("llamacpp", "Kind of runtime; openai is any OpenAI-compatible server.")
-    base_url: str = key("", "Where it listens. Empty: http://127.0.0.1:8081 for llamacpp; openai needs one.",
+    base_url: str = key("", "Where it listens. Empty: http://127.0.0.1:8081 for llamacpp, :11434 for ollama; "
+                                 "openai needs one.",
                         check=http_url)
     model: str = key("", "Model to ask for when a client names none. Empty: the runtime's own.")
     api_key: str = key("", "Key sent to the runtime as a bearer token.", secret=True, check=header_safe)
     seats: int = key(0, "Most requests in the runtime at once; 0 = ask the runtime.", unit="requests", high=65536)
     context_tokens: int = key(0, "Longest prompt + answer of one request; 0 = ask the runtime.", unit="tokens")
+    group_by_load_key: bool = key(
+        False, "With ollama: requests whose options would make it load the model anew (num_ctx and the like) are "
+               "another group, served one after the other.")
     kv: KvLayout = key("auto", "How the runtime lays out its KV memory: one context per slot (split) or one pool for "
                                "all (unified). auto = find out.")
 

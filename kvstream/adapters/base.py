@@ -147,7 +147,7 @@ class Failed:
 
     ``kind`` is a code of ``kvstream.errors``: ``context_length_exceeded``, ``upstream_error``,
     ``upstream_stream_truncated``, ``backend_protocol``, ``model_not_found``, ``model_loading``, ``overloaded``,
-    ``backend_auth``, ``upstream_rejected``.
+    ``backend_auth``, ``upstream_rejected``, ``invalid_request``.
     """
 
     kind: str
@@ -192,7 +192,9 @@ class Capabilities:
     a cancel, so seats drain. ``usage_injected``: ask for ``stream_options.include_usage`` on streams whose client did
     not. ``hard_inject``: KV state can be saved and restored. ``cached_reported``: it tells how many prompt tokens came
     from its cache. ``loads_on_demand``: a request may make it load a model, so the first of a cold model goes alone.
-    ``cancel``: how closing the socket frees it, ``"fast"``, ``"batch"`` or ``"none"``.
+    ``cancel``: how closing the socket frees it, ``"fast"``, ``"batch"`` or ``"none"``. ``translated``: of ``routes``,
+    those that travel to it in another dialect, so that its own answer is nothing for the client. ``passed``: small
+    calls of its own that are handed through without a seat.
     """
 
     routes: frozenset[str]
@@ -203,6 +205,8 @@ class Capabilities:
     cached_reported: bool = False
     loads_on_demand: bool = False
     cancel: str = "fast"
+    translated: frozenset[str] = frozenset()
+    passed: frozenset[str] = frozenset()
 
 
 class Health:
@@ -247,6 +251,10 @@ class Adapter(Protocol):
     @property
     def capabilities(self) -> Capabilities: ...
 
+    def refusal(self, request: ProxyRequest) -> Failed | None:
+        """Why this runtime can never serve the request, before it queues; None when it may."""
+        ...
+
     def encode(
         self,
         request: ProxyRequest,
@@ -287,6 +295,10 @@ class Adapter(Protocol):
         grouped by them, the options whose change makes the runtime load it anew."""
         ...
 
+    def load_options(self, request: ProxyRequest) -> str:
+        """The request's own options whose change makes the runtime load the model anew; empty without any."""
+        ...
+
     def health(self) -> HttpCall: ...
 
     def read_health(self, reply: HttpReply) -> str:
@@ -294,6 +306,10 @@ class Adapter(Protocol):
         ...
 
     def models(self) -> HttpCall: ...
+
+    def read_models(self, reply: HttpReply) -> dict[str, Any] | None:
+        """The models in the shape of OpenAI's list; None when the reply cannot be read."""
+        ...
 
     def capacity_calls(self, replies: Mapping[str, HttpReply | None]) -> Sequence[tuple[str, HttpCall]]:
         """The next named calls, given the replies so far (at first none); empty when nothing more is wanted.

@@ -49,6 +49,7 @@ class CapacityNotes:
         instance: str = "",
         process: str = "",
         settled: bool = True,
+        context_varies: bool = False,
     ) -> CapacityReport:
         limits = Limits(
             mode=mode,
@@ -59,6 +60,7 @@ class CapacityNotes:
             shares_prefix=shares_prefix,
             host_pages=self.query.host_pages,
             source=source,
+            context_varies=context_varies,
         )
         return CapacityReport(limits, tuple(self.lines), settled, process, instance)
 

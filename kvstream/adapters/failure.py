@@ -38,6 +38,7 @@ _CLIENT_FAULT = re.compile(
     r"|tool calling requires model-published|tool calls require distinct model-published",  # Foundry Local
     re.IGNORECASE,
 )
+_BUSY = re.compile(r"server busy, please try again", re.IGNORECASE)  # Ollama, also with two spaces after it
 _NO_ROUTE = re.compile(r"^Unexpected endpoint or method")  # LM Studio, with status 200
 _SOURCE_ENDING = re.compile(r"[/\\].*\.(?:cpp|cc|cu|h|hpp|py|go|rs|cs)(?::\d+)*[:;,)\]]*$")
 _UNPRINTABLE = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029\ufffd]+")
@@ -110,8 +111,10 @@ def _kind(text: str, words: frozenset[str], status: int) -> tuple[str, int]:
         return "model_loading", 503
     if words & {"model_not_found"} or (status in (0, 400, 404) and _NO_MODEL.search(text)):
         return "model_not_found", 404
-    if status in (429, 503, 529) or (status == 0 and words & _BUSY_TYPES):
+    if status in (429, 503, 529) or (status == 0 and (words & _BUSY_TYPES or _BUSY.search(text))):
         return "overloaded", 429 if status == 429 else 503
+    if status == 499:  # Ollama: the request was cancelled, and not by a client of ours: it is being stopped
+        return "upstream_error", 502
     if status == 501:  # llama.cpp: this server was started without what the request needs; a retry cannot help
         return "upstream_rejected", 400
     if 400 <= status <= 499:

@@ -84,6 +84,9 @@ class OpenAIBackend:
 
     # --- requests ---
 
+    def refusal(self, request: ProxyRequest) -> Failed | None:
+        return None
+
     def encode(
         self,
         request: ProxyRequest,
@@ -143,6 +146,9 @@ class OpenAIBackend:
     def load_key(self, request: ProxyRequest) -> str:
         return request.model or self.model
 
+    def load_options(self, request: ProxyRequest) -> str:
+        return ""
+
     # --- state ---
 
     def health(self) -> HttpCall:
@@ -160,6 +166,10 @@ class OpenAIBackend:
 
     def models(self) -> HttpCall:
         return self.get("/v1/models")
+
+    def read_models(self, reply: HttpReply) -> dict[str, Any] | None:
+        listing = reply.json() if reply.status == 200 else None
+        return listing if isinstance(listing, dict) and isinstance(listing.get("data"), list) else None
 
     def capacity_calls(self, replies: Mapping[str, HttpReply | None]) -> Sequence[tuple[str, HttpCall]]:
         return () if "models" in replies else (("models", self.models()), ("metrics", self.get("/metrics")))

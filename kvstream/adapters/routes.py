@@ -29,12 +29,13 @@ class Route:
     """One route.
 
     ``form``: ``chat``, ``completions``, ``messages``, ``responses``, ``native`` (llama.cpp's ``/completion``),
-    ``infill``, ``embeddings``, ``native_embeddings``, ``rerank``, ``tokens`` (the light ones), ``audio``.
+    ``infill``, ``embeddings``, ``native_embeddings``, ``rerank``, ``tokens`` (the light ones), ``audio``, and Ollama's
+    own ``ollama_chat``, ``ollama_generate``, ``ollama_embed``.
     ``dialect``: in which words errors and frames of our own are said: ``openai``, ``anthropic``, ``responses``,
-    ``llamacpp``. ``limits``: the fields that bound the answer; the first is the one to set, and where several are given
-    the last counts. None where there are no answer tokens. ``streams``: it can answer with a stream, whose end is
-    ``end``: an event's name, ``[DONE]`` or a field. ``stream_default``: what it does when the client does not say.
-    ``usage``: where the stream tells token counts.
+    ``llamacpp``, ``ollama``. ``limits``: the fields (a dot goes into an object) that bound the answer; the first is the
+    one to set, and where several are given the last counts. None where there are no answer tokens. ``streams``: it can
+    answer with a stream, whose end is ``end``: an event's name, ``[DONE]`` or a field. ``stream_default``: what it does
+    when the client does not say. ``usage``: where the stream tells token counts.
     """
 
     path: str
@@ -73,10 +74,17 @@ _ROWS = (
         "/v1/chat/completions/input_tokens", "/chat/completions/input_tokens", "/v1/responses/input_tokens",
         "/responses/input_tokens")),
     *(Route(p, "tokens", "llamacpp", access=LIGHT) for p in ("/tokenize", "/detokenize", "/apply-template")),
+    *(Route(p, form, "ollama", ("options.num_predict",), streams=True, stream_default=True, end="done", usage="done")
+      for p, form in (("/api/chat", "ollama_chat"), ("/api/generate", "ollama_generate"))),
+    *(Route(p, "ollama_embed", "ollama") for p in ("/api/embed", "/api/embeddings")),
     *(Route(p, "audio", access=MEDIA) for p in ("/v1/audio/transcriptions", "/v1/audio/translations")),
 )
 
 ROUTES: Mapping[str, Route] = MappingProxyType({row.path: row for row in _ROWS})
+
+OLLAMA_ROUTES = frozenset(path for path, row in ROUTES.items() if row.dialect == "ollama") | {
+    CHAT, COMPLETIONS, EMBEDDINGS}
+"""Ollama's own, and what it serves of the others."""
 
 OPENAI_ROUTES = frozenset((CHAT, COMPLETIONS))
 """What a server that calls itself OpenAI-compatible may serve; what it does not, it says with a 404."""

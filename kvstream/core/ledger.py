@@ -109,7 +109,8 @@ class Ledger:
         limit = self.tokens_limit()
         if waiting.tokens < limit:
             return True
-        if waiting.count_source is CountSource.EXACT or waiting.tokens > ESTIMATE_FACTOR_MAX * limit:
+        certain = waiting.count_source is CountSource.EXACT or waiting.tokens > ESTIMATE_FACTOR_MAX * limit
+        if certain and not self.limits.context_varies:
             return False
         waiting.tokens = limit - 1
         return True

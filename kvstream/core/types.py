@@ -37,6 +37,8 @@ class Limits:
     ``request_tokens_max`` caps prompt + answer of one request (None: not known). ``shares_prefix`` says whether two
     *running* sequences with a common prefix occupy its pages once (vLLM) or each for itself (llama.cpp slots). When
     it is False a cached prefix can be taken over by one running request, never by two at a time.
+    ``context_varies``: the runtime chooses the context by model and request, so ``request_tokens_max`` is what it has
+    now and no proof that a longer prompt cannot fit.
     ``source`` says in words where the figures come from. ``host_pages`` is the size of the host tier.
     """
 
@@ -48,6 +50,7 @@ class Limits:
     shares_prefix: bool = False
     host_pages: int = 0
     source: str = "configured"
+    context_varies: bool = False
 
 
 @frozen

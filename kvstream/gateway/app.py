@@ -269,8 +269,8 @@ class _Models:
             answer = await self._engine.upstream.request(adapter.models(), timeout_s=MODELS_TIMEOUT_S)
             if answer.status >= 400:
                 raise error_of(adapter.error(answer))
-            listing = answer.json()
-            if not isinstance(listing, dict) or not isinstance(listing.get("data"), list):
+            listing = adapter.read_models(answer)
+            if listing is None:
                 raise BackendUnavailableError("the backend's model list cannot be read")
             self._last = listing
             return listing

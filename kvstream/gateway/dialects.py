@@ -15,6 +15,7 @@ from ..adapters.routes import ROUTES
 from ..errors import KVStreamError
 from .dialect_anthropic import AnthropicDialect
 from .dialect_llamacpp import LlamaCppDialect
+from .dialect_ollama import OllamaDialect
 from .dialect_openai import OpenAIDialect
 from .dialect_responses import ResponsesDialect
 from .ports import Answer
@@ -28,7 +29,7 @@ class Dialect(Protocol):
 
     @property
     def ping(self) -> bytes:
-        """Proof of life for a client that waits; nothing that changes its answer."""
+        """Proof of life for a client that waits; nothing that changes its answer. Empty where there is none."""
         ...
 
     @property
@@ -67,10 +68,11 @@ DIALECTS: Mapping[str, Dialect] = MappingProxyType({
     "anthropic": AnthropicDialect(),
     "responses": ResponsesDialect(),
     "llamacpp": LlamaCppDialect(),
+    "ollama": OllamaDialect(),
 })
 """The dialects by the name that ``adapters.routes`` gives them."""
 
-_BY_PREFIX = (("/v1/messages", "anthropic"),)
+_BY_PREFIX = (("/v1/messages", "anthropic"), ("/api/", "ollama"))
 
 
 def dialect_of(path: str) -> Dialect:

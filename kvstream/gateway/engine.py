@@ -52,7 +52,7 @@ from ..errors import (
 from .buffer import EventBuffer
 from .count import PromptCount, PromptCounter
 from .draining import DrainingSeats
-from .failures import error_of_refusal
+from .failures import error_of, error_of_refusal
 from .guard import Guard
 from .health import LOADING_POLL_S, BackendWatcher, SlotView
 from .hygiene import PrefixHygiene
@@ -163,7 +163,8 @@ class Engine:
                     page_tokens=self.settings.query.page_tokens,
                     include_usage=not self._usage_refused and (
                         self.settings.include_usage or stream.request.include_usage),
-                    passthrough=self.settings.passthrough,
+                    passthrough=(self.settings.passthrough
+                                 and stream.request.route not in self.adapter.capabilities.translated),
                     watched=stream.tokens_max is None and self._pool_can_overflow)
         error: KVStreamError | None = ShuttingDownError("the gateway was stopped", retry_after_s=5)
         try:
@@ -264,6 +265,9 @@ class Engine:
         self._next_rid += 1
         rid = RequestId(self._next_rid)
         arrived = trio.current_time()
+        refused = self.adapter.refusal(request)
+        if refused is not None:
+            raise error_of(refused)
         await self._check_open()
         request = self.hygiene.normalized(request)
         count = await self._count(request, client)

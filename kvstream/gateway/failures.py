@@ -14,6 +14,7 @@ from ..errors import (
     BackendProtocolError,
     BackendUnavailableError,
     ContextLengthError,
+    InvalidRequestError,
     KVStreamError,
     ModelNotFoundError,
     OverloadError,
@@ -29,8 +30,9 @@ from ..errors import (
 _KINDS: Mapping[str, type[KVStreamError]] = MappingProxyType({
     error.code: error
     for error in (
-        ContextLengthError, ModelNotFoundError, UpstreamRejectedError, BackendLoadingError, OverloadError,
-        BackendUnavailableError, BackendAuthError, BackendProtocolError, StreamTruncatedError, UpstreamFailedError,
+        ContextLengthError, InvalidRequestError, ModelNotFoundError, UpstreamRejectedError, BackendLoadingError,
+        OverloadError, BackendUnavailableError, BackendAuthError, BackendProtocolError, StreamTruncatedError,
+        UpstreamFailedError,
     )
 })
 

@@ -79,6 +79,23 @@ def _check_embeddings(view: Mapping[str, Any]) -> None:
          "a string or a list")
 
 
+def _check_ollama_chat(view: Mapping[str, Any]) -> None:
+    """No messages at all ask Ollama to load the model."""
+    messages = view.get("messages")
+    if messages is not None and not (isinstance(messages, list) and all(isinstance(m, dict) for m in messages)):
+        raise InvalidRequestError("'messages' must be a list of objects", param="messages")
+    _check_options(view)
+
+
+def _check_options(view: Mapping[str, Any]) -> None:
+    options = view.get("options")
+    if options is not None and not isinstance(options, dict):
+        raise InvalidRequestError("'options' must be an object", param="options")
+    limit = (options or {}).get("num_predict")
+    if limit is not None and (isinstance(limit, bool) or not isinstance(limit, (int, float))):
+        raise InvalidRequestError("'options.num_predict' must be an integer", param="options.num_predict")
+
+
 # --- the text ---------------------------------------------------------------------------------------------------------
 
 
@@ -144,6 +161,15 @@ def _infill(view: Mapping[str, Any]) -> str:
     return "\n".join(text for text in [*chunks, *fields] if isinstance(text, str))
 
 
+def _ollama_generate(view: Mapping[str, Any]) -> str:
+    return "\n".join(view[name] for name in ("system", "prompt", "suffix") if isinstance(view.get(name), str))
+
+
+def _ollama_input(view: Mapping[str, Any]) -> str:
+    """The longest of the texts to embed; Ollama reads them one after the other."""
+    return max(texts_in(view.get("input", view.get("prompt"))), key=len, default="")
+
+
 # --- several at once --------------------------------------------------------------------------------------------------
 
 
@@ -203,6 +229,9 @@ FORMS: Mapping[str, Form] = MappingProxyType({
     "embeddings": _EMBEDDINGS,
     "native_embeddings": _EMBEDDINGS,
     "rerank": Form(_check_rerank, _longest(_ranked), lambda view: len(_ranked(view)), _beside(_ranked)),
+    "ollama_chat": Form(_check_ollama_chat, _dialogue),
+    "ollama_generate": Form(_check_options, _ollama_generate),
+    "ollama_embed": Form(_check_options, _ollama_input),
     "tokens": Form(lambda view: None, lambda view: ""),
 })
 """The forms by name. ``audio`` has none: its body is not read."""

@@ -109,11 +109,14 @@ class Proxy:
         assembler = answer.adapter.assembler(answer.request)
         size = 0
         whole: bytes | None = None
+        deltas = 0
         while events := await answer.get():
             for event in events:
                 if isinstance(event, Delta):
                     size += len(event.raw)
-                    whole = event.raw if event.raw.lstrip(b" \t\r\n")[:1] == b"{" else None
+                    deltas += 1
+                    # One object alone is the answer as it came; several are the lines of one (Ollama).
+                    whole = event.raw if deltas == 1 and event.raw.lstrip(b" \t\r\n")[:1] == b"{" else None
                 assembler.feed(event)
             if size > self._settings.answer_bytes_max:
                 raise BackendProtocolError(
@@ -140,7 +143,7 @@ class _StreamedAnswer:
         self._dialect = dialect
         self._send = send
         self._headers = headers
-        self._keepalive_s = keepalive_s or float("inf")
+        self._keepalive_s = (keepalive_s if dialect.ping else 0) or float("inf")
         self._ping_at = trio.current_time() + self._keepalive_s
         self._usage_due = answer.request.include_usage  # asked for, and not sent yet
         self._started = False

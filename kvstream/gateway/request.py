@@ -89,10 +89,17 @@ def answer_tokens(request: ProxyRequest) -> int | None:
 
 def _limit(route: Route, view: Mapping[str, Any]) -> int | None:
     """The limit of one choice. OpenAI renamed its field; where both are given the new one counts."""
-    named = [view[name] for name in reversed(route.limits) if view.get(name) is not None]
+    named = [value for name in reversed(route.limits) if (value := _field(view, name)) is not None]
     if not named or named[0] < 0:  # llama.cpp reads -1 as "until the context is full"
         return None
     return int(named[0])
+
+
+def _field(view: Mapping[str, Any], name: str) -> Any:
+    """A field, or one of an object in a field: ``options.num_predict``."""
+    outer, dot, inner = name.partition(".")
+    value = view.get(outer)
+    return value.get(inner) if dot and isinstance(value, Mapping) else None if dot else value
 
 
 def seats_wanted(request: ProxyRequest) -> int:

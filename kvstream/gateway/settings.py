@@ -96,6 +96,8 @@ def make_adapter(config: Config, base_url: str) -> Adapter:
     }
     if backend.type == "llamacpp" and backend.kv != "auto":
         options["kv_unified"] = backend.kv == "unified"
+    if backend.type == "ollama":
+        options["group_by_load_key"] = backend.group_by_load_key
     adapter: Adapter = ADAPTERS[backend.type](**options)
     return adapter
 

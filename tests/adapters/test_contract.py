@@ -168,7 +168,8 @@ def test_every_adapter_is_a_value(kind: Any) -> None:
     assert ADAPTERS[backend.kind] is kind
     assert {"/v1/chat/completions", "/v1/completions"} <= backend.capabilities.routes
     assert isinstance(backend.health(), HttpCall) and backend.health().method == "GET"
-    assert backend.models() == HttpCall("GET", "/v1/models", (("authorization", "Bearer secret-key"),))
+    listed = "/api/tags" if kind.kind == "ollama" else "/v1/models"
+    assert backend.models() == HttpCall("GET", listed, (("authorization", "Bearer secret-key"),))
 
 
 def test_deltas_keep_the_parsed_object_for_the_assembler() -> None:

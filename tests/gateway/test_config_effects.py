@@ -22,6 +22,7 @@ import attrs
 import pytest
 import trio
 
+from kvstream.adapters.base import ProxyRequest
 from kvstream.config import KEYS, Config, Loaded
 from kvstream.errors import EmbeddedError
 from kvstream.gateway.embedded import EmbeddedServer, backoff_s
@@ -454,6 +455,17 @@ async def test_the_layout_decides_whether_two_big_ones_fit(autojump_clock: Any, 
         assert status["capacity"]["mode"] == layout
         assert status["seats"]["used"] == running
         gw.nursery.cancel_scope.cancel()
+
+
+@effect("backend.group_by_load_key")
+@pytest.mark.parametrize("grouped", [False, True])
+def test_requests_with_other_load_options_are_another_group_only_when_asked(grouped: bool) -> None:
+    adapter = make_adapter(configured({"backend.type": "ollama", "backend.group_by_load_key": grouped}), "http://fake")
+    keys = set()
+    for size in (4096, 8192):
+        view = {"model": "m", "options": {"num_ctx": size}}
+        keys.add(adapter.load_key(ProxyRequest("/api/chat", json.dumps(view).encode(), view, model="m")))
+    assert keys == ({"m:latest num_ctx=4096", "m:latest num_ctx=8192"} if grouped else {"m:latest"})
 
 
 # --- upstream ---------------------------------------------------------------------------------------------------------
