@@ -136,6 +136,10 @@ class UpstreamConfig:
                                   "least while it reads a prompt (more would keep llama.cpp from noticing).",
                                   unit="seconds", low=0.001)
     slot_idle_s_max: float = key(30.0, "After a cancel, count the slot as busy for at most this long.", unit="seconds")
+    busy_retry_s_max: float = key(30.0, "Ask a runtime that says it is busy (503) again for at most this long, while "
+                                  "nothing was answered; 0 = pass the 503 on.", unit="seconds")
+    down_grace_s: float = key(10.0, "A runtime that was there and is gone is waited for this long by new requests too "
+                              "(those that waited already wait on); then they are refused at once.", unit="seconds")
     breaker_faults: int = key(5, "After so many faults of the runtime in a row (its 5xx, time-outs, broken connections "
                               "and streams) send it nothing for a while; 0 = go on regardless.", unit="requests",
                               high=1000)

@@ -147,13 +147,15 @@ class Failed:
 
     ``kind`` is a code of ``kvstream.errors``: ``context_length_exceeded``, ``upstream_error``,
     ``upstream_stream_truncated``, ``backend_protocol``, ``model_not_found``, ``model_loading``, ``overloaded``,
-    ``backend_auth``, ``upstream_rejected``, ``invalid_request``.
+    ``backend_auth``, ``upstream_rejected``, ``invalid_request``. ``retry_after_s`` is what a refusal by status asked
+    for, None if nothing.
     """
 
     kind: str
     message: str
     status: int = 502
     raw: bytes = b""
+    retry_after_s: float | None = None
 
 
 UpstreamEvent = Union[Delta, Progress, Usage, Finished, Done, Ping, Failed]

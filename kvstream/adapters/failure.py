@@ -11,6 +11,8 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
+from attrs import evolve
+
 from .base import Failed, HttpReply
 
 MESSAGE_CHARS_MAX = 600
@@ -74,7 +76,13 @@ def failed_reply(reply: HttpReply) -> Failed:
         error = data if "message" in data else data.get("detail", data.get("errorMessage"))
     if error is None:
         error = _words_of(reply)
-    return failed(error, status=reply.status)
+    return evolve(failed(error, status=reply.status), retry_after_s=_retry_after(reply.headers))
+
+
+def _retry_after(headers: Mapping[str, str]) -> float | None:
+    """Seconds of a ``Retry-After``. Its other form, a date, needs a clock, and no runtime is known to use it."""
+    text = headers.get("retry-after", "").strip()
+    return float(text) if text.isdecimal() and text.isascii() and len(text) <= 9 else None
 
 
 def failed_frame(data: Any, raw: bytes) -> Failed:

@@ -12,16 +12,16 @@ and it posts the one ``Ended`` that returns seat and pages.
     └─ nursery: tick · health watcher · slot watcher · streams nursery (one pump per admitted request)
 
 Failure domains: a ``KVStreamError`` ends its stream; any other exception in a pump is a bug, is logged with its
-traceback, ends that stream with a 500, and is raised on when ``raise_bugs`` is set (tests). An exception in the tick
-means that the accounting is wrong: it leaves ``run`` and takes the process down.
+traceback, ends that stream with a 500, and is raised on when ``raise_bugs`` is set (tests): see ``runner``. An
+exception in the tick means that the accounting is wrong: it leaves ``run`` and takes the process down.
 """
 
 from __future__ import annotations
 
 import logging
+import random
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
-from functools import partial
 
 import trio
 
@@ -33,17 +33,14 @@ from ..core.messages import (
     Closing,
     Ended,
     Event,
-    Produced,
-    Recounted,
     Refuse,
     Submitted,
     Truncate,
 )
 from ..core.scheduler import Scheduler
-from ..core.types import CountSource, EndReason, PoolMode, Priority, RequestId
+from ..core.types import EndReason, Priority, RequestId
 from ..errors import (
     BackendLoadingError,
-    BackendRefusedError,
     BackendUnavailableError,
     KVStreamError,
     PoolExhaustedError,
@@ -54,28 +51,28 @@ from .count import PromptCount, PromptCounter
 from .draining import DrainingSeats
 from .failures import error_of, error_of_refusal
 from .guard import Guard
-from .health import LOADING_POLL_S, BackendWatcher, SlotView
+from .health import BackendWatcher, SlotView
 from .hygiene import PrefixHygiene
 from .lane_settings import EngineSettings
 from .logs import log_request
 from .metrics import Metrics
+from .patience import Patience
 from .ports import Upstream
-from .pump import Pump, PumpHooks
+from .recount import recount
 from .request import answer_tokens, seats_wanted
+from .runner import Runner
 from .stream import Stream, end_reason
 
 __all__ = ["Engine", "EngineSettings"]
 
 log = logging.getLogger("kvstream.engine")
 
-RECOUNTS_AT_ONCE = 4
-
 
 class Engine:
     """See the module. Create, start :meth:`run` in a nursery, then :meth:`open_stream`."""
 
     def __init__(self, adapter: Adapter, upstream: Upstream, settings: EngineSettings, metrics: Metrics, *,
-                 name: str = "default") -> None:
+                 name: str = "default", rng: random.Random | None = None) -> None:
         self.name = name  # of the lane
         self.adapter = adapter
         self.upstream = upstream
@@ -91,15 +88,16 @@ class Engine:
             load_timeout_s=settings.load_timeout_s, idle_poll_s=settings.slot_idle_poll_s,
             idle_s_max=settings.slot_idle_s_max)
         self.closing = False
-        self.last_progress = float("-inf")
         self._inbox: list[Event] = []
         self._wake = trio.Event()
         self._streams: trio.Nursery | None = None
         self._live: dict[RequestId, Stream] = {}
         self._draining = DrainingSeats(self._live, metrics, self.post)
         self.guard = Guard(settings, self.post)
+        self._runner = Runner(
+            adapter, upstream, settings, watcher=self.watcher, guard=self.guard, post=self.post, settle=self._settle,
+            patience=Patience(self.watcher, settings, metrics, (rng or random.Random()).random))
         self._next_rid = 0
-        self._usage_refused = False
         self._idle = trio.Event()
         self._idle.set()
 
@@ -147,77 +145,13 @@ class Engine:
             stream.scope = trio.CancelScope()
             self.guard.admitted(stream)
             self.metrics.admitted(stream)
-            self._streams.start_soon(self._run_pump, stream)
+            self._streams.start_soon(self._runner.run, stream)
         elif isinstance(action, Refuse):
             error = error_of_refusal(action, wait_s_max=self.settings.wait_s_max)
             self._settle(stream, error, refused=action.why.value)
         elif isinstance(action, Truncate):
             log.warning("request %d outgrew the pages left in the pool; ended with finish_reason length", stream.rid)
             stream.cut_short(None)
-
-    async def _run_pump(self, stream: Stream) -> None:
-        assert stream.scope is not None
-        hooks = PumpHooks(produced=self._on_produced, progress=partial(self._on_progress, stream),
-                          loading=partial(self._wait_loaded, stream), usage_refused=self._on_usage_refused)
-        pump = Pump(stream, self.adapter, self.upstream, self.settings.times, hooks,
-                    page_tokens=self.settings.query.page_tokens,
-                    include_usage=not self._usage_refused and (
-                        self.settings.include_usage or stream.request.include_usage),
-                    passthrough=(self.settings.passthrough
-                                 and stream.request.route not in self.adapter.capabilities.translated),
-                    watched=stream.tokens_max is None and self._pool_can_overflow)
-        error: KVStreamError | None = ShuttingDownError("the gateway was stopped", retry_after_s=5)
-        try:
-            with stream.scope:
-                await pump.run()
-            error = None
-        except KVStreamError as caught:
-            error = caught
-            if isinstance(caught, BackendRefusedError):
-                self.watcher.suspect(Health.DOWN, caught.message)
-            elif isinstance(caught, BackendUnavailableError):
-                self.watcher.look_now()  # one request that makes it hang up is no reason to close for all
-        except Exception as bug:
-            log.exception("bug in the pump of request %d", stream.rid)
-            error = KVStreamError("internal error in the gateway; its log has the details")
-            if self.settings.raise_bugs:
-                raise bug
-        finally:
-            self._settle(stream, error)
-
-    @property
-    def _pool_can_overflow(self) -> bool:
-        capacity = self.watcher.backend.capacity
-        return capacity is not None and capacity.limits.mode is PoolMode.UNIFIED
-
-    # --- what pumps report --------------------------------------------------------------------------------------------
-
-    def _on_produced(self, rid: RequestId, tokens: int) -> None:
-        self.post(Produced(rid, tokens))
-
-    def _on_progress(self, stream: Stream) -> None:
-        self.last_progress = trio.current_time()
-        if self.guard.circuit is Circuit.HALF_OPEN:
-            self.guard.progress(stream)
-
-    def _on_usage_refused(self) -> None:
-        log.info("the backend does not know stream_options; usage is estimated from now on")
-        self._usage_refused = True
-
-    async def _wait_loaded(self, stream: Stream) -> None:
-        """One bound over all of a request's attempts, and a pause before each: a backend may well say "loading" to
-        requests while its health route says that all is well."""
-        if stream.loading_since is None:
-            stream.loading_since = trio.current_time()
-        self.watcher.suspect(Health.LOADING, "a request was answered: loading")
-        with trio.move_on_at(stream.loading_since + self.settings.load_timeout_s):
-            await trio.sleep(LOADING_POLL_S)
-            if await self.watcher.wait_up():
-                return
-            raise BackendUnavailableError(f"the backend went away: {self.watcher.backend.detail}", retry_after_s=5)
-        raise BackendLoadingError(
-            f"the model was still loading after upstream.load_timeout_s = {self.settings.load_timeout_s:g} s",
-            retry_after_s=10)
 
     def _settle(self, stream: Stream, error: KVStreamError | None, *, refused: str | None = None) -> None:
         """The end of a request, whatever it was. Synchronous, so it happens whole, also in a cancelled task."""
@@ -240,8 +174,6 @@ class Engine:
         if draining:
             self._draining.add(stream, stream.ended)
             self.watcher.slots_wanted.set()
-        if stream.lease is not None:
-            self.guard.ended(stream, error)
         if refused is None:
             tokens = stream.usage.completion if stream.usage else None
             self.post(Ended(stream.rid, reason, tokens, draining=draining))
@@ -255,8 +187,10 @@ class Engine:
     @asynccontextmanager
     async def open_stream(self, request: ProxyRequest, *, client: str = "",
                           priority: Priority = Priority.NORMAL, weight: float = 1.0,
-                          name: str = "") -> AsyncIterator[Stream]:
-        """Queue a request and hand out its stream; read it with ``await stream.get()``.
+                          name: str = "", hold: bool = True) -> AsyncIterator[Stream]:
+        """Queue a request and hand out its stream; read it with ``await stream.get()``. Without ``hold`` a backend
+        that is not there ends it at once, with ``BackendRefusedError`` if it had been granted: somebody else may serve
+        it then, since nobody has seen it.
 
         *Resource handling*: leaving the block, however, leaves the queue or stops the runtime.
         *Errors*: ``ShuttingDownError``, ``BackendUnavailableError`` at once; every later one from ``get``.
@@ -268,34 +202,36 @@ class Engine:
         refused = self.adapter.refusal(request)
         if refused is not None:
             raise error_of(refused)
-        await self._check_open()
+        await self._check_open(hold)
         request = self.hygiene.normalized(request)
         count = await self._count(request, client)
         self.hygiene.look(request, client, count.tokens)
         stream = Stream(
             rid=rid, name=name, request=request, adapter=self.adapter, client=client, priority=priority,
             arrived=arrived, buffer=EventBuffer(self.settings.buffer_bytes), tokens_prompt=count.tokens,
-            tokens_max=answer_tokens(request), count_source=count.source, prompt=count)
+            tokens_max=answer_tokens(request), count_source=count.source, prompt=count,
+            hold=hold)
         self._live[rid] = stream
         self._idle = trio.Event() if self._idle.is_set() else self._idle
-        self.post(Submitted(
+        stream.asked = Submitted(
             rid=rid, keys=count.keys, tokens=count.tokens, tokens_max=stream.tokens_max,
             deadline=arrived + self.settings.wait_s_max, priority=priority, bytes=len(request.body),
             client=client, count_source=count.source, arrived=arrived, seats=seats_wanted(request), weight=weight,
-            group=self.adapter.load_key(request)))
+            group=self.adapter.load_key(request))
+        self.post(stream.asked)
         try:
             yield stream
         finally:
             self.leave(stream)
 
-    async def _check_open(self) -> None:
+    async def _check_open(self, hold: bool) -> None:
         if self.closing:
             raise ShuttingDownError("the gateway is shutting down", retry_after_s=5)
         if self.watcher.backend.state == "starting":
             with trio.move_on_after(self.settings.wait_s_max):
                 await self.watcher.wait_known()
         backend = self.watcher.backend
-        if backend.state == Health.DOWN:
+        if backend.state == Health.DOWN and not (hold and self.watcher.may_return(self.settings.down_grace_s)):
             raise BackendUnavailableError(f"the backend is not there: {backend.detail}", retry_after_s=2)
         if backend.state == "failed":
             raise BackendLoadingError(f"the backend does not serve: {backend.detail}", retry_after_s=10)
@@ -307,23 +243,8 @@ class Engine:
         return count or self.counter.estimate(request, client)
 
     async def recount_waiting(self) -> None:
-        """The backend came up: requests that queued while it could not count are counted exactly now.
-
-        *Errors*: none. *Cancellation*: safe.
-        """
-        limit = trio.CapacityLimiter(RECOUNTS_AT_ONCE)
-
-        async def one(stream: Stream) -> None:
-            async with limit:
-                count = await self.counter.exact(stream.request, stream.client)
-            if count is not None and stream.outcome is None:
-                stream.prompt, stream.tokens_prompt, stream.count_source = count, count.tokens, count.source
-                self.post(Recounted(stream.rid, count.keys, count.tokens))
-
-        async with trio.open_nursery() as nursery:
-            for stream in self._live.values():
-                if self.counter.can_be_exact and stream.lease is None and stream.count_source is CountSource.ESTIMATED:
-                    nursery.start_soon(one, stream)
+        """See :func:`recount.recount`."""
+        await recount(self._live.values(), self.counter, self.post)
 
     def leave(self, stream: Stream) -> None:
         """The client is gone, or has all it wanted. Synchronous and idempotent."""
@@ -352,6 +273,11 @@ class Engine:
     @property
     def busy(self) -> bool:
         return bool(self._live)
+
+    @property
+    def last_progress(self) -> float:
+        """When data of any answer last came."""
+        return self.guard.last_progress
 
     @property
     def state(self) -> str:

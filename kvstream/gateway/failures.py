@@ -40,7 +40,9 @@ _KINDS: Mapping[str, type[KVStreamError]] = MappingProxyType({
 def error_of(failed: Failed) -> KVStreamError:
     """The exception for an adapter's ``Failed``. A refusal of this very request keeps the runtime's status."""
     kind = _KINDS.get(failed.kind, UpstreamFailedError)
-    retry = 2.0 if issubclass(kind, OverloadError) or kind is BackendUnavailableError else None
+    retry = failed.retry_after_s
+    if retry is None and (issubclass(kind, OverloadError) or kind is BackendUnavailableError):
+        retry = 2.0
     if kind is UpstreamRejectedError and 400 <= failed.status < 500:
         return kind(failed.message, status=failed.status)
     return kind(failed.message, retry_after_s=retry)

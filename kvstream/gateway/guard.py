@@ -58,6 +58,7 @@ class Guard:
         self._breaker = Breaker(settings.breaker_faults, settings.breaker_open_s, OPEN_S_MAX)
         self._post = post
         self._changed = trio.Event()
+        self.last_progress = float("-inf")
 
     # --- what the engine reports --------------------------------------------------------------------------------------
 
@@ -66,14 +67,16 @@ class Guard:
 
     def progress(self, stream: Stream) -> None:
         """Data of an answer came."""
+        now = self.last_progress = trio.current_time()
         if self._breaker.trial != stream.rid or stream.first_token is None:
             return
-        if trio.current_time() - stream.first_token >= FLOW_S and self._breaker.success(stream.rid):
+        if now - stream.first_token >= FLOW_S and self._breaker.success(stream.rid):
             self._tell()
 
-    def ended(self, stream: Stream, error: KVStreamError | None) -> None:
-        """A request that had been admitted is over. To be called before its seat returns."""
-        if is_backend_fault(stream, error):
+    def ended(self, stream: Stream, error: KVStreamError | None, *, known_down: bool) -> None:
+        """A request that had been admitted is over. To be called before its seat returns. An outage that is
+        ``known_down`` counts once, however many requests met it."""
+        if is_backend_fault(stream, error) and not known_down:
             assert error is not None
             changed = self._breaker.fault(stream.rid, trio.current_time(), error.code)
         elif stream.completed and error is None:

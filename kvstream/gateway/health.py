@@ -224,6 +224,11 @@ class BackendWatcher:
         """Something went wrong that a look at the backend may explain."""
         self._nudge.set()
 
+    def may_return(self, within_s: float) -> bool:
+        """Whether a backend that is down was there less than ``within_s`` seconds ago: as likely as not it is being
+        restarted. One that never was there is not waited for."""
+        return self.backend.capacity is not None and trio.current_time() - self.backend.since < within_s
+
     async def wait_up(self) -> bool:
         """Wait until the backend is up (True) or known not to come (False). The caller bounds the wait."""
         while self.backend.state not in (Health.UP, Health.SLEEPING):

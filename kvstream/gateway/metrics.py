@@ -57,6 +57,8 @@ class Metrics:
         self.counted = Counter("kvstream_prompts_counted", "Prompts by how they were counted.", ["source"], registry=r)
         self.slots_capped = Counter(
             "kvstream_slots_not_idle", "Cancelled requests whose slot was given up waiting for.", registry=r)
+        self.busy_retries = Counter(
+            "kvstream_busy_retries", "Times a busy backend was asked again for the same request.", registry=r)
         self.unfinished = Counter(
             "kvstream_unfinished_streams", "Streams that ended in [DONE] without a finish_reason.", registry=r)
 

@@ -6,7 +6,7 @@ no seat: the pump waits ``stall_s`` for room in the buffer, then gives up and th
 
 ::
 
-    encode -> send -> refused by status? -> may it pass (loading, stream_options)? -> again, else raise
+    encode -> send -> refused by status? -> may it pass (loading, busy, stream_options)? -> again, else raise
                    -> bytes -> decoder -> events -> books kept -> buffer          until the end, or an error
 """
 
@@ -38,6 +38,7 @@ from ..errors import (
     BackendTimeoutError,
     InvalidRequestError,
     KVStreamError,
+    OverloadError,
     ReaderStalledError,
     StreamTruncatedError,
     TotalTimeoutError,
@@ -58,12 +59,13 @@ REUSE_GRACE_S = 0.25  # how long a finished answer may take to end its body, so 
 @frozen
 class PumpHooks:
     """What a pump tells and asks the engine. ``produced(rid, tokens)``; ``progress()`` on every data event;
-    ``loading()`` waits until a backend that said "loading" is up, or raises; ``usage_refused()`` remembers that this
-    backend does not know ``stream_options``."""
+    ``loading()`` waits until a backend that said "loading" is up, or raises, ``busy(refusal, retry_after_s)`` the same
+    for one that is busy; ``usage_refused()`` remembers that this backend does not know ``stream_options``."""
 
     produced: Callable[[RequestId, int], None]
     progress: Callable[[], None]
     loading: Callable[[], Awaitable[None]]
+    busy: Callable[[OverloadError, float | None], Awaitable[None]]
     usage_refused: Callable[[], None]
 
 
@@ -140,10 +142,14 @@ class Pump:
             self._hooks.usage_refused()
             return
         error = error_of(failed)
-        if not isinstance(error, BackendLoadingError):
+        if isinstance(error, BackendLoadingError):
+            wait = self._hooks.loading()
+        elif isinstance(error, OverloadError) and failed.status == 503:  # a 429 is about this client, and goes to it
+            wait = self._hooks.busy(error, failed.retry_after_s)
+        else:
             raise error
         gap.deadline = _deadline(0)
-        await self._hooks.loading()
+        await wait
         gap.deadline = _deadline(self._times.first_event_s)
 
     async def _move(self, response: UpstreamResponse, gap: trio.CancelScope) -> None:

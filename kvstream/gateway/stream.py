@@ -11,7 +11,7 @@ import trio
 from attrs import define, frozen
 
 from ..adapters.base import Adapter, ProxyRequest, UpstreamEvent, UsageNumbers
-from ..core.messages import Admit
+from ..core.messages import Admit, Submitted
 from ..core.types import CountSource, EndReason, Priority, RequestId
 from ..errors import KVStreamError, OverloadError, ReaderStalledError
 from .buffer import EventBuffer
@@ -46,11 +46,16 @@ class Stream:
     tokens_max: int | None = None
     count_source: CountSource = CountSource.ESTIMATED
     prompt: PromptCount | None = None
+    asked: Submitted | None = None  # what the scheduler was told
+    hold: bool = True  # a backend that is not there for the moment is waited for
     # -- filled at the grant
     scope: trio.CancelScope | None = None
     lease: Admit | None = None
     granted: float | None = None
+    requeued: int = 0  # how often it went back to the queue, since nobody listened
     loading_since: float | None = None  # when the backend first turned it away because it loads
+    busy_since: float | None = None  # the same, because it is busy
+    busy_retries: int = 0
     # -- filled by the pump
     sent: bool = False  # the call went out: the runtime may be working on it
     answered: bool = False  # headers came: a slot has it

@@ -175,7 +175,8 @@ async def test_case_41_no_retry_after_the_first_byte(end: Any, stream: bool) -> 
 
 
 async def test_case_41_connection_refused_is_said_at_once(autojump_clock: Any) -> None:
-    async with open_lane() as lane:
+    """Where nobody is to be waited for; how one that was there a moment ago is, see case 83."""
+    async with open_lane(upstream={"down_grace_s": 0.0}) as lane:
         lane.runtime.config.refuse = True
         began = trio.current_time()
         for stream in (True, False):

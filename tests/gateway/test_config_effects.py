@@ -604,6 +604,32 @@ async def test_health_is_asked_so_often(autojump_clock: Any, seconds: float) -> 
         gw.nursery.cancel_scope.cancel()
 
 
+@effect("upstream.busy_retry_s_max")
+@pytest.mark.parametrize("seconds", [0.0, 10.0])
+async def test_a_busy_runtime_is_asked_again_for_so_long(autojump_clock: Any, seconds: float) -> None:
+    async with front({"upstream.busy_retry_s_max": seconds}) as gw:
+        gw.runtime.script(Script(status=503, script=[(0, b'{"error":"server busy"}')]), times=None)
+        answer = await gw.chat()
+        assert answer.status == 503 and answer.seconds == pytest.approx(seconds, abs=0.1)
+        assert (len(gw.runtime.journal.calls) > 1) == (seconds > 0)
+
+
+@effect("upstream.down_grace_s")
+@pytest.mark.parametrize(("seconds", "statuses"), [(20.0, [200, 503]), (0.0, [503, 503])])
+async def test_a_runtime_that_has_just_gone_is_waited_for(
+    autojump_clock: Any, seconds: float, statuses: list[int]
+) -> None:
+    async with front({"upstream.down_grace_s": seconds, "upstream.health_interval_s": 1.0}) as gw:
+        gw.runtime.config.refuse = True
+        await trio.sleep(6)
+        early = gw.start()
+        await trio.sleep(20)
+        late = await gw.chat()
+        gw.runtime.config.refuse = False
+        await trio.sleep(3)
+        assert [early.status, late.status] == statuses
+
+
 async def failing(gw: Front, times: int) -> str:
     """The breaker's state after so many answers of 500."""
     gw.runtime.script(Script(status=500, script=[(0, b"{}")]), times=times)

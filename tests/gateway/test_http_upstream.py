@@ -209,7 +209,7 @@ FIRST: dict[str, tuple[bytes, int, str]] = {
 @pytest.mark.parametrize("name", FIRST)
 async def test_an_error_as_first_event_is_a_status(autojump_clock: Any, name: str, how: str, stream: bool) -> None:
     payload, status, code = FIRST[name]
-    async with open_lane() as lane:
+    async with open_lane(upstream={"busy_retry_s_max": 0.0}) as lane:
         if how == "status":
             there = json.loads(payload)["error"].get("code", 404 if name == "no model" else 400)
             lane.runtime.script(Script(status=there, script=[(0, payload)]))

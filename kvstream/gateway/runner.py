@@ -1,0 +1,120 @@
+"""Runs the pump of each granted request, and judges how it ended.
+
+Theory of operation. :meth:`Runner.run` is the task body of one granted request. What comes after the pump is one
+synchronous act: the guard is told, the watcher is told, and then the request is either over (``settle``) or, when
+nobody listened at the backend's address and so nobody has seen it, goes back to its place in the queue. Back in the
+queue and not waiting with its seat: when the backend returns, all that wait are let in by the scheduler, one first and
+then more, and not all at once by themselves.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from functools import partial
+
+import trio
+
+from ..adapters.base import Adapter, Health
+from ..core.messages import Ended, Event, Produced, Recounted
+from ..core.types import CountSource, EndReason, PoolMode, RequestId
+from ..errors import BackendRefusedError, BackendUnavailableError, KVStreamError, ShuttingDownError
+from .guard import Guard
+from .health import BackendWatcher
+from .lane_settings import EngineSettings
+from .patience import Patience
+from .ports import Upstream
+from .pump import Pump, PumpHooks
+from .stream import Stream
+
+log = logging.getLogger("kvstream.engine")
+
+REQUEUES_MAX = 5
+
+Settle = Callable[[Stream, "KVStreamError | None"], None]
+
+
+class Runner:
+    """See the module. ``settle(stream, error)`` ends a request, ``post`` hands an event to the scheduler."""
+
+    def __init__(self, adapter: Adapter, upstream: Upstream, settings: EngineSettings, *, watcher: BackendWatcher,
+                 guard: Guard, patience: Patience, post: Callable[[Event], None], settle: Settle) -> None:
+        self._adapter = adapter
+        self._upstream = upstream
+        self._settings = settings
+        self._watcher = watcher
+        self._guard = guard
+        self._patience = patience
+        self._post = post
+        self._settle = settle
+        self._usage_refused = False
+
+    async def run(self, stream: Stream) -> None:
+        """Task body: perform one granted request.
+
+        *Cancellation*: by the stream's own scope it is an end like another; from outside it is the gateway's stop.
+        """
+        assert stream.scope is not None
+        error: KVStreamError | None = ShuttingDownError("the gateway was stopped", retry_after_s=5)
+        try:
+            with stream.scope:
+                await self._pump(stream).run()
+            error = None
+        except KVStreamError as caught:
+            error = caught
+        except Exception as bug:
+            log.exception("bug in the pump of request %d", stream.rid)
+            error = KVStreamError("internal error in the gateway; its log has the details")
+            if self._settings.raise_bugs:
+                raise bug
+        finally:
+            self._ended(stream, error)
+
+    def _pump(self, stream: Stream) -> Pump:
+        settings, capacity = self._settings, self._watcher.backend.capacity
+        pool_can_overflow = capacity is not None and capacity.limits.mode is PoolMode.UNIFIED
+        hooks = PumpHooks(
+            produced=self._on_produced, progress=partial(self._guard.progress, stream),
+            loading=partial(self._patience.loading, stream), busy=partial(self._patience.busy, stream),
+            usage_refused=self._on_usage_refused)
+        return Pump(
+            stream, self._adapter, self._upstream, settings.times, hooks, page_tokens=settings.query.page_tokens,
+            include_usage=not self._usage_refused and (settings.include_usage or stream.request.include_usage),
+            passthrough=settings.passthrough and stream.request.route not in self._adapter.capabilities.translated,
+            watched=stream.tokens_max is None and pool_can_overflow)
+
+    def _on_produced(self, rid: RequestId, tokens: int) -> None:
+        self._post(Produced(rid, tokens))
+
+    def _on_usage_refused(self) -> None:
+        log.info("the backend does not know stream_options; usage is estimated from now on")
+        self._usage_refused = True
+
+    # --- afterwards ---------------------------------------------------------------------------------------------------
+
+    def _ended(self, stream: Stream, error: KVStreamError | None) -> None:
+        """Synchronous, so it happens whole, also in a cancelled task."""
+        self._guard.ended(stream, error, known_down=self._watcher.backend.state not in (Health.UP, Health.SLEEPING))
+        if isinstance(error, BackendRefusedError):
+            self._watcher.suspect(Health.DOWN, error.message)
+            if self._may_queue_again(stream):
+                self._queue_again(stream)
+                return
+        elif isinstance(error, BackendUnavailableError):
+            self._watcher.look_now()  # one request that makes it hang up is no reason to close for all
+        self._settle(stream, error)
+
+    def _may_queue_again(self, stream: Stream) -> bool:
+        return (stream.hold and stream.outcome is None and not stream.left and stream.cut is None
+                and stream.requeued < REQUEUES_MAX and self._watcher.may_return(self._settings.down_grace_s)
+                and trio.current_time() < stream.arrived + self._settings.wait_s_max)
+
+    def _queue_again(self, stream: Stream) -> None:
+        assert stream.asked is not None
+        stream.requeued += 1
+        stream.lease = stream.scope = stream.granted = None
+        stream.sent = False
+        self._post(Ended(stream.rid, EndReason.CANCELLED))
+        self._post(stream.asked)  # its place is that of its arrival
+        if stream.prompt is not None and stream.count_source is CountSource.EXACT:
+            self._post(Recounted(stream.rid, stream.prompt.keys, stream.tokens_prompt))
