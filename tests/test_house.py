@@ -34,7 +34,7 @@ OWN_IMPORTS: tuple[tuple[str, str | None], ...] = (
 ORDER = ("gateway.ports", "gateway.upstream", "gateway.stream", "gateway.engine", "gateway.app", "gateway.serve", "cli")
 # Who may import a module at all, apart from the order. All wiring is in serve: the rest sees ports.
 IMPORTERS = {
-    "gateway.upstream": r"gateway\.(serve|library|demo|upstream)\w*",
+    "gateway.upstream": r"gateway\.(serve|library|demo|upstream|discovery|isolation)\w*",
     "gateway.serve": r"cli\w*|gateway\.(library|demo|serve)\w*",
     "cli": r"__main__|cli\w*",
 }
@@ -44,7 +44,7 @@ HOMES = {
     "attrs": r".*", "attr": r"(?!)",
     "trio": r"gateway\..*|bench\..*|native\..*|cuda\.(device|streamer)",
     "click": r"cli\w*|gateway\.statusview|bench\..*",
-    "rich": r"cli\w*|gateway\.(statusview|dashboard|demo)|bench\..*",
+    "rich": r"cli\w*|gateway\.(statusview|dashboard|demo|doctorview)|bench\..*",
     "tomli": r"config(_\w+)?", "cattrs": r"config(_\w+)?",
     "httpx": r"gateway\.(upstream|statusview)|bench\..*",
     "httpcore": r"gateway\.upstream",

@@ -48,9 +48,12 @@ class HttpUpstream:
         self._connect_s = connect_s
         self._urls: dict[str, httpx.URL] = {}
         self._account: Account = ContextVar("bytes seen of an answer")
+        secure = self.base_url.startswith("https:")
         self._pooled = _transport(httpx.Limits(
-            max_connections=None, max_keepalive_connections=64, keepalive_expiry=keepalive_expiry_s), self._account)
-        self._unpooled = _transport(httpx.Limits(max_connections=None, max_keepalive_connections=0), self._account)
+            max_connections=None, max_keepalive_connections=64, keepalive_expiry=keepalive_expiry_s),
+            self._account, secure)
+        self._unpooled = _transport(httpx.Limits(max_connections=None, max_keepalive_connections=0),
+                                    self._account, secure)
 
     async def __aenter__(self) -> HttpUpstream:
         return self
@@ -200,8 +203,9 @@ class _CountingBackend(httpcore.AsyncNetworkBackend):
         await self._inner.sleep(seconds)
 
 
-def _transport(limits: httpx.Limits, account: Account) -> httpx.AsyncHTTPTransport:
-    transport = httpx.AsyncHTTPTransport(trust_env=False, limits=limits)
+def _transport(limits: httpx.Limits, account: Account, secure: bool) -> httpx.AsyncHTTPTransport:
+    # Without TLS there is nothing to verify, and no redirect leads to it; reading the certificates takes 30 ms.
+    transport = httpx.AsyncHTTPTransport(trust_env=False, limits=limits, verify=secure)
     # httpx passes every option of its pool through but this one; a test holds that the name is still right.
     transport._pool._network_backend = _CountingBackend(account)
     return transport
