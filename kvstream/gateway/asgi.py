@@ -14,7 +14,8 @@ from typing import Any
 import trio
 
 from .. import __version__
-from ..errors import BodyTooLargeError, InvalidRequestError, KVStreamError, MediaTypeError
+from ..errors import InvalidRequestError, KVStreamError
+from .decoding import BodyDecoder, codings_of, too_large
 
 Scope = dict[str, Any]
 Message = dict[str, Any]
@@ -33,16 +34,17 @@ class ClientGoneError(Exception):
 
 
 async def read_body(scope: Scope, receive: Receive, *, bytes_max: int, gap_s: float) -> bytes:
-    """The whole request body. ``gap_s`` bounds the wait for each further piece.
+    """The whole request body, decoded. ``gap_s`` bounds the wait for each further piece, ``bytes_max`` the body both as
+    it was sent and decoded.
 
-    *Errors*: ``BodyTooLargeError`` (as soon as it is known), ``MediaTypeError`` for an encoded body,
-    ``InvalidRequestError`` when the client stopped sending, ``ClientGoneError``.
+    *Errors*: ``BodyTooLargeError`` (as soon as it is known), ``MediaTypeError`` for an unknown ``Content-Encoding``,
+    ``InvalidRequestError`` when the client stopped sending or the body cannot be decoded, ``ClientGoneError``.
     """
+    codings = codings_of([value for name, value in scope["headers"] if name == b"content-encoding"])
     for name, value in scope["headers"]:
-        if name == b"content-encoding" and value.lower() not in (b"", b"identity"):
-            raise MediaTypeError("compressed request bodies are not supported; send it without Content-Encoding")
         if name == b"content-length" and int(value) > bytes_max:
-            raise _too_large(int(value), bytes_max)
+            raise too_large(int(value), bytes_max)
+    decoder = BodyDecoder(codings, bytes_max) if codings else None
     parts: list[bytes] = []
     size = 0
     while True:
@@ -55,15 +57,18 @@ async def read_body(scope: Scope, receive: Receive, *, bytes_max: int, gap_s: fl
         part = message.get("body", b"")
         size += len(part)
         if size > bytes_max:
-            raise _too_large(size, bytes_max)
-        parts.append(part)
+            raise too_large(size, bytes_max)
+        if decoder is None:
+            parts.append(part)
+        else:
+            for piece in decoder.feed(part):
+                if piece:
+                    parts.append(piece)
+                await trio.lowlevel.checkpoint()  # a body takes long to decode, and others are here too
         if not message.get("more_body", False):
+            if decoder is not None:
+                decoder.finish()
             return b"".join(parts) if len(parts) != 1 else parts[0]
-
-
-def _too_large(size: int, limit: int) -> BodyTooLargeError:
-    return BodyTooLargeError(
-        f"the request body has at least {size} bytes; server.body_bytes_max allows {limit} bytes")
 
 
 class BodyReceiver:

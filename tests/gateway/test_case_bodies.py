@@ -117,12 +117,13 @@ async def test_case_73_a_body_at_the_limit_passes(autojump_clock: Any) -> None:
         assert call.status == 413
 
 
-@pytest.mark.parametrize("coding", ["gzip", "zstd", "br", "deflate", "gzip, identity", "x-unknown"])
-async def test_case_73_encoded_bodies_are_415(coding: str) -> None:
+@pytest.mark.parametrize("coding", ["br", "deflate", "gzip, br", "x-unknown", "gzip,gzip,gzip,gzip"])
+async def test_case_73_unknown_codings_are_415(coding: str) -> None:
     async with open_rig() as rig:
         response = await rig.post(b"\x1f\x8b not json", headers=[("Content-Encoding", coding)])
         assert response.status == 415
-        assert "Content-Encoding" in error_of(await response.read_all())["message"]
+        message = error_of(await response.read_all())["message"]
+        assert "Content-Encoding" in message and ("gzip or zstd" in message or "3 are the most" in message)
         await response.close()
         assert rig.runtime.journal.calls == []
 
