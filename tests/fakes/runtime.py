@@ -20,10 +20,13 @@ from .answer import answer
 from .engine import Engine
 from .front import ClientGone, Wire
 from .journal import Entry, FakeRequest, Journal
+from .ollama import NATIVE, Ollama
+from .ollama_answer import ollama_answer
 from .script import Rule, RuntimeConfig, Script
 from .slotfiles import slot_action
 
 INFERENCE = frozenset({"/v1/chat/completions", "/chat/completions", "/v1/completions", "/completion", "/completions"})
+OLLAMA_INFERENCE = NATIVE | {"/v1/chat/completions", "/v1/completions", "/v1/embeddings"}
 SERVER = (("Server", "llama.cpp"),)
 JSON = (("Content-Type", "application/json; charset=utf-8"),)
 
@@ -35,6 +38,7 @@ class FakeRuntime:
         self.config = config if config is not None else RuntimeConfig(**knobs)
         self.journal = Journal()
         self.engine = Engine(self.config)
+        self.ollama = Ollama(self)
         self.tokenizer = T.Tokenizer()
         self.rules: list[Rule] = []
         self.files: dict[str, list[int]] = {}
@@ -66,18 +70,20 @@ class FakeRuntime:
     def restart(self, load_s: float = 0.0) -> None:
         """As if the process had been replaced: everything running dies, every cache is empty."""
         self.engine.clear()
+        self.ollama.clear()
         self.starts += 1
         self.ready_at = trio.current_time() + load_s
 
     @property
     def deferred_max(self) -> int:
         """How deep the runtime's own hidden queue ever got."""
-        return self.engine.deferred_max
+        runners = self.ollama.runners.values()
+        return max([self.engine.deferred_max, *(runner.engine.deferred_max for runner in runners)])
 
     @property
     def in_flight_max(self) -> int:
         """The most inference requests that were inside the runtime at once, queued or running."""
-        return self.engine.in_flight_max
+        return max(self.engine.in_flight_max, self.ollama.in_flight_max)
 
     @property
     def kills(self) -> int:
@@ -105,7 +111,7 @@ class FakeRuntime:
 
     async def handle(self, request: FakeRequest, wire: Wire, connection: int = 0) -> Entry:
         """Answer one request to its end."""
-        inference = request.method == "POST" and request.path in INFERENCE
+        inference = request.method == "POST" and request.path in self._inference
         entry = self.journal.record(request, connection, inference)
         script = self._match(request, inference)
         deaf = inference and self._deaf(request)
@@ -124,6 +130,10 @@ class FakeRuntime:
             entry.outcome = entry.outcome or ("closed" if entry.closed_at is not None else "done")
         self.journal.touch()
         return entry
+
+    @property
+    def _inference(self) -> frozenset[str]:
+        return OLLAMA_INFERENCE if self.config.dialect == "ollama" else INFERENCE
 
     def _deaf(self, request: FakeRequest) -> bool:
         if self.config.deaf == "nonstream" and self.config.dialect == "llamacpp":
@@ -160,6 +170,8 @@ class FakeRuntime:
             await answer(self, r, wire, entry, script)
         elif trio.current_time() < self.ready_at:
             await self.reply(wire, entry, 503, W.error(503, "Loading model", "unavailable_error"))
+        elif inference and c.dialect == "ollama":
+            await ollama_answer(self, r, wire, entry, script)
         elif inference:
             await self._ensure_loaded()
             await answer(self, r, wire, entry, script)
@@ -177,6 +189,9 @@ class FakeRuntime:
 
     async def _status(self, r: FakeRequest, wire: Wire, entry: Entry) -> None:
         c, get = self.config, r.method in ("GET", "HEAD")
+        if c.dialect == "ollama":
+            await self.ollama.status(r, wire, entry)
+            return
         n_ctx = self.engine.slots[0].n_ctx
         if r.path in ("/health", "/v1/health") and get:
             if c.health_status != 200:
@@ -239,6 +254,7 @@ class FakeRuntime:
     ) -> None:
         """A whole answer with Content-Length."""
         server = SERVER if self.config.dialect == "llamacpp" else (("Server", "uvicorn"),)
+        server = () if self.config.dialect == "ollama" else server
         entry.status, entry.headers_at = status, trio.current_time()
         await wire.head(status, (*server, *headers), len(body))
         if entry.request.method != "HEAD":

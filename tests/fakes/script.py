@@ -86,7 +86,7 @@ class RuntimeConfig:
     ``cold_load_s``: the model is loaded by the first request, as Ollama does; ``FakeRuntime.loads`` counts.
     """
 
-    dialect: Literal["llamacpp", "openai"] = "llamacpp"
+    dialect: Literal["llamacpp", "openai", "ollama"] = "llamacpp"
     slots: int = 4
     n_ctx: int = 16384
     unified: bool = False
@@ -117,6 +117,11 @@ class RuntimeConfig:
     max_model_len: int | None = None
     block_size: int = 16
     gpu_blocks: int | None = None
+    # ollama dialect: `slots` is OLLAMA_NUM_PARALLEL, `n_ctx // slots` the default num_ctx, `cold_load_s` a load
+    models: tuple[str, ...] = ()  # besides `model`
+    models_max: int = 1  # in memory at once
+    load_queue_max: int = 512
+    heads_per_layer: bool = False
     # slot files
     slot_save: bool = True
     restore_mode: Literal["real", "noop_200", "501", "400_version", "400_size"] = "real"

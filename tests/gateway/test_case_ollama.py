@@ -1,0 +1,230 @@
+"""Ollama behind KVStream, in memory: cases 22, 28, 29 and 35, and clients of its own API."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import pytest
+import trio
+
+from tests.fakes import Script
+from tests.gateway.conftest import CHAT, COMPLETIONS, Lane, chat, data_of, error_of, metric, open_lane, text_of
+
+KNOBS: dict[str, Any] = {"dialect": "ollama", "slots": 1, "n_ctx": 4096, "decode_rate": 100, "answer_tokens": 4}
+NATIVE = ("/api/chat", "/api/generate")
+
+
+@asynccontextmanager
+async def open_ollama(*, knobs: dict[str, Any] | None = None, backend: dict[str, Any] | None = None,
+                      **sections: Any) -> AsyncIterator[Lane]:
+    async with open_lane(knobs=KNOBS | (knobs or {}), backend={"type": "ollama", **(backend or {})},
+                         **sections) as lane:
+        yield lane
+
+
+def native(path: str, text: str = "hello", **more: Any) -> dict[str, Any]:
+    said = {"messages": [{"role": "user", "content": text}]} if path == "/api/chat" else {"prompt": text}
+    return {"model": "fake-model", **said, **more}
+
+
+def asked(path: str, text: str = "hello", **more: Any) -> dict[str, Any]:
+    """A request of any route."""
+    if path in NATIVE:
+        return native(path, text, **more)
+    return chat(text, model="fake-model", **more) if path == CHAT else {
+        "model": "fake-model", "prompt": text, "stream": True, **more}
+
+
+def lines(body: bytes) -> list[Any]:
+    return [json.loads(line) for line in body.splitlines()]
+
+
+# --- both APIs --------------------------------------------------------------------------------------------------------
+
+
+async def test_a_native_stream_is_the_default_and_travels_line_by_line(autojump_clock: Any) -> None:
+    async with open_ollama() as lane:
+        call = await lane.post(native("/api/chat"), "/api/chat")
+        assert call.status == 200 and call.headers["content-type"] == "application/x-ndjson"
+        said = lines(call.body)
+        assert [line["done"] for line in said] == [False] * 4 + [True] and said[-1]["eval_count"] == 4
+        whole = await lane.post(native("/api/chat", stream=False), "/api/chat")
+        assert whole.headers["content-type"] == "application/json"
+        answer = json.loads(whole.body)
+        assert answer["message"]["content"] == "".join(line["message"]["content"] for line in said)
+        assert answer["done"] is True and answer["prompt_eval_count"] == said[-1]["prompt_eval_count"]
+        # what is asked of Ollama is always a stream: only there does hanging up free it
+        assert [json.loads(c.request.body).get("stream", True) for c in lane.runtime.journal.calls] == [True, True]
+        assert lane.idle()
+
+
+async def test_a_client_of_v1_gets_openai_s_chunks_for_ollama_s_lines(autojump_clock: Any) -> None:
+    async with open_ollama() as lane:
+        streamed = await lane.post(chat(model="fake-model", stream_options={"include_usage": True}))
+        chunks = data_of(streamed.body)
+        assert chunks[-1] == "[DONE]" and chunks[-2]["usage"]["completion_tokens"] == 4 and chunks[-2]["choices"] == []
+        plain = await lane.post(chat(model="fake-model"))
+        assert text_of(plain.body) == text_of(streamed.body) and b"usage" not in plain.body
+        whole = json.loads((await lane.post(chat(model="fake-model", stream=False))).body)
+        assert whole["choices"][0]["message"]["content"] == text_of(plain.body)
+        assert whole["usage"]["completion_tokens"] == 4 and whole["object"] == "chat.completion"
+        told = await lane.post({"model": "fake-model", "prompt": "once", "stream": False}, COMPLETIONS)
+        assert json.loads(told.body)["choices"][0]["finish_reason"] == "stop"
+        assert [entry.request.path for entry in lane.runtime.journal.calls] == ["/api/chat"] * 3 + ["/api/generate"]
+
+
+@pytest.mark.parametrize("mode", ["assemble", "pass"])
+async def test_passing_answers_on_never_hands_a_client_another_dialect(autojump_clock: Any, mode: str) -> None:
+    async with open_ollama(upstream={"non_stream": mode}) as lane:
+        whole = json.loads((await lane.post(chat(model="fake-model", stream=False))).body)
+        assert whole["choices"][0]["message"]["content"]
+        own = json.loads((await lane.post(native("/api/generate", stream=False), "/api/generate")).body)
+        assert own["response"] and own["done"] is True
+
+
+async def test_embeddings_of_both_apis(autojump_clock: Any) -> None:
+    async with open_ollama() as lane:
+        for path in ("/api/embed", "/v1/embeddings"):
+            call = await lane.post({"model": "fake-model", "input": ["one", "two"]}, path)
+            answer = json.loads(call.body)
+            vectors = answer["embeddings"] if path == "/api/embed" else [row["embedding"] for row in answer["data"]]
+            assert call.status == 200 and len(vectors) == 2 and len(vectors[0]) == 3
+        old = json.loads((await lane.post({"model": "fake-model", "prompt": "one"}, "/api/embeddings")).body)
+        assert len(old["embedding"]) == 3
+        assert lane.idle()
+
+
+async def test_what_ollama_cannot_do_is_refused_before_it_queues(autojump_clock: Any) -> None:
+    async with open_ollama() as lane:
+        call = await lane.post(chat(model="fake-model", n=2))
+        assert call.status == 400 and error_of(call.body)["code"] == "invalid_request"
+        assert not lane.runtime.journal.calls
+
+
+async def test_errors_have_the_form_of_the_path(autojump_clock: Any) -> None:
+    async with open_ollama() as lane:
+        call = await lane.post(native("/api/chat") | {"model": "nope"}, "/api/chat")
+        assert call.status == 404 and json.loads(call.body) == {"error": "model 'nope' not found"}
+        call = await lane.post(chat(model="nope"))
+        assert call.status == 404 and error_of(call.body)["code"] == "model_not_found"
+        call = await lane.post(b"{", "/api/generate")
+        assert call.status == 400 and isinstance(json.loads(call.body)["error"], str)
+        assert (await lane.request("GET", "/api/chat")).status == 405
+
+
+async def test_an_empty_prompt_loads_the_model_and_its_answer_is_passed_on(autojump_clock: Any) -> None:
+    async with open_ollama() as lane:
+        for stream in (True, False):
+            call = await lane.post({"model": "fake-model", "messages": [], "stream": stream}, "/api/chat")
+            assert call.status == 200 and lines(call.body)[0]["done_reason"] == "load"
+        assert lane.runtime.loads == 1
+
+
+# --- cases ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("path", [CHAT, COMPLETIONS, *NATIVE])
+async def test_case_22_an_error_in_mid_stream_reaches_the_client(autojump_clock: Any, path: str) -> None:
+    async with open_ollama() as lane:
+        lane.runtime.script(Script(end="error_event", tokens=3))
+        call = await lane.post(asked(path), path)
+        assert call.status == 200 and b"[DONE]" not in call.body
+        last = lines(call.body)[-1] if path in NATIVE else data_of(call.body)[-1]
+        assert "CUDA error" in (last["error"] if path in NATIVE else last["error"]["message"])
+        assert metric(lane.metrics, "kvstream_requests_total", route=path, outcome="upstream_error") == 1
+        assert lane.idle()
+
+
+@pytest.mark.parametrize("path", [CHAT, *NATIVE])
+async def test_case_22_a_stream_that_just_ends_is_an_error(autojump_clock: Any, path: str) -> None:
+    async with open_ollama() as lane:
+        lane.runtime.script(Script(end="eof_no_finish", tokens=3))
+        call = await lane.post(asked(path), path)
+        last = lines(call.body)[-1] if path in NATIVE else data_of(call.body)[-1]
+        assert "without its last line" in json.dumps(last["error"]) and b"[DONE]" not in call.body
+        lane.runtime.script(Script(end="eof_no_finish", tokens=3))
+        whole = await lane.post(asked(path, stream=False), path)
+        assert whole.status == 502
+
+
+async def test_case_29_the_queue_before_ollama_has_bounds(autojump_clock: Any) -> None:
+    async with open_ollama(scheduler={"max_queue": 20, "max_wait_s": 5.0}) as lane:
+        began = trio.current_time()
+        calls = [lane.start(native("/api/chat", f"text {i}"), "/api/chat") for i in range(1000)]
+        with trio.fail_after(60):
+            for call in calls:
+                await call.ended.wait()
+        counts = {status: sum(call.status == status for call in calls) for status in (200, 429, 503)}
+        assert sum(counts.values()) == 1000 and counts[429] >= 900 and counts[200] >= 20
+        assert lane.runtime.in_flight_max == 1  # Ollama's own queue stays empty
+        for call in calls:
+            if call.status != 200:
+                assert "retry-after" in call.headers and isinstance(json.loads(call.body)["error"], str)
+        assert all(call.ended_at == began for call in calls if call.status == 429)  # at once, by the virtual clock
+        assert lane.idle()
+
+
+async def test_a_waiting_native_client_is_refused_with_a_status_and_hears_no_ping(autojump_clock: Any) -> None:
+    """NDJSON has no comments: nothing is written before Ollama's first line, so the status is still open."""
+    async with open_ollama(server={"keepalive_s": 0.5}, scheduler={"max_wait_s": 5.0}) as lane:
+        lane.runtime.script(Script(hang_at_token=1))
+        first = lane.start(native("/api/chat", "one"), "/api/chat")
+        await trio.sleep(0.5)
+        second = await lane.post(native("/api/chat", "two"), "/api/chat")
+        assert second.status == 503 and len(second.writes) == 1
+        first.leave()
+        await first.ended.wait()
+        assert len(lines(first.body)) == 1
+
+
+@pytest.mark.parametrize("path", NATIVE)
+async def test_leaving_frees_ollama(autojump_clock: Any, path: str) -> None:
+    async with open_ollama(knobs={"answer_tokens": None}) as lane:
+        for stream in (True, False):
+            call = lane.start(native(path, stream=stream), path)
+            await trio.sleep(1)
+            call.leave()
+            await trio.sleep(0.1)
+            assert lane.runtime.ollama.in_flight == 0 and lane.idle()
+
+
+async def test_the_context_of_a_loaded_model_becomes_known(autojump_clock: Any) -> None:
+    async with open_ollama() as lane:
+        before = await lane.status()
+        assert "no model is loaded" in before["capacity"]["source"]
+        await lane.post(native("/api/chat", options={"num_ctx": 2048}), "/api/chat")
+        await trio.sleep(3)
+        after = (await lane.status())["capacity"]
+        assert after["request_tokens_max"] == 2048 and "fake-model:latest with 2048 tokens" in after["source"]
+        assert any("23040 bytes of KV per token" in note for note in after["notes"])
+        # a request may bring a larger context of its own: a long prompt is no reason to refuse it
+        long = native("/api/chat", "word " * 9000, options={"num_ctx": 16384})
+        assert (await lane.post(long, "/api/chat")).status == 200
+
+
+# --- options that reload (case 35) ------------------------------------------------------------------------------------
+
+
+async def alternate(lane: Lane) -> list[Any]:
+    """Twenty requests whose context sizes take turns, all at once; the bodies that reached Ollama."""
+    calls = []
+    for i in range(20):
+        options = {"num_ctx": 4096 if i % 2 else 8192}
+        calls.append(lane.start(native("/api/chat", f"text {i}", options=options), "/api/chat"))
+        await trio.sleep(0.001)
+    for call in calls:
+        await call.ended.wait()
+        assert call.status == 200
+    return [json.loads(entry.request.body) for entry in lane.runtime.journal.calls]
+
+
+async def test_case_35_no_option_is_added_or_changed(autojump_clock: Any) -> None:
+    async with open_ollama() as lane:
+        bodies = await alternate(lane)
+        assert all(set(body) == {"model", "messages", "options"} for body in bodies)
+        assert sorted(body["options"]["num_ctx"] for body in bodies) == [4096] * 10 + [8192] * 10
+        assert all(set(body["options"]) == {"num_ctx"} for body in bodies)
+        assert lane.runtime.loads == 20  # that is what it costs
