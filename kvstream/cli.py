@@ -5,7 +5,7 @@ handed to the configuration as text, because it knows the types and bounds: a wr
 everything else that is wrong, and only flags that were really given override the environment and the file.
 
 Exit codes: 0 done; 2 the configuration or the command line is wrong; 3 the port is in use; 130 the demo was stopped by
-Ctrl-C before its chat was over; 1 anything else.
+Ctrl-C before its chat was over, or the bench; 4 see bench; 1 anything else.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 import click
 
 from . import __version__
+from .cli_bench import bench_options
 from .errors import ConfigError, KVStreamError, PortInUseError
 
 if TYPE_CHECKING:
@@ -252,6 +253,23 @@ def health(url: str | None, config: str | None) -> None:
     from .gateway import statusview
 
     click.echo(statusview.health_line(_url(url, config)))
+
+
+@main.command(short_help="Measure a server, alone or beside others, under load.")
+@bench_options
+@config_option
+@click.pass_context
+def bench(ctx: click.Context, /, url: str | None, config: str | None, **given: Any) -> None:
+    """Measure a server, alone or beside others, under load.
+
+    The target is any OpenAI-compatible server: with --url, else the KVStream of the configuration. Prompts are new
+    ones, of the wanted length where the target can count tokens. Exit codes: 0 measured; 1 a target is not there or
+    served nothing; 2 wrong options; 4 an open loop (--rate) offered more than was served; 130 stopped by Ctrl-C, which
+    prints what there is.
+    """
+    from .cli_bench import run
+
+    ctx.exit(run(_url(url, config), given))
 
 
 @main.command("_llama-child", hidden=True, context_settings={"ignore_unknown_options": True, "help_option_names": []})

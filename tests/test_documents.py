@@ -131,7 +131,8 @@ def test_every_foreign_package_is_declared() -> None:
     """What the house lets in must be installed with it, and nothing else is."""
     declared = {re.split(r"[\[<>=~ .]", wanted)[0].replace("-", "_") for wanted in PYPROJECT["project"]["dependencies"]}
     extras = {re.split(r"[\[<>=~ ]", wanted)[0].replace("-", "_")
-              for name in ("embedded", "demo") for wanted in PYPROJECT["project"]["optional-dependencies"][name]}
+              for name in ("embedded", "demo", "plots")
+              for wanted in PYPROJECT["project"]["optional-dependencies"][name]}
     used = set()
     for path in (ROOT / "kvstream").rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text("utf-8"))):

