@@ -10,21 +10,24 @@ Units and qualifiers come last in a name (``stall_s``, ``body_bytes_max``), exce
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import MappingProxyType
-from typing import Literal, get_args, get_type_hints
+from typing import Any, Literal, get_args, get_type_hints
 
 import attrs
 from attrs import frozen
 
 from .config_keys import (
     Key,
+    alias_lines,
     header_safe,
     host_name,
     host_names,
     http_url,
     key,
+    lane_name,
+    model_names,
     origins,
     power_of_two,
     secrets_safe,
@@ -91,7 +94,7 @@ class AuthConfig:
 
 @frozen
 class BackendConfig:
-    """The model runtime behind KVStream."""
+    """The model runtime behind KVStream. For several, a [[backend]] table each, with these keys."""
 
     type: BackendType = key("llamacpp", "Kind of runtime; openai is any OpenAI-compatible server.")
     base_url: str = key("", "Where it listens. Empty: http://127.0.0.1:8081 for llamacpp, :11434 for ollama; "
@@ -106,11 +109,20 @@ class BackendConfig:
                "another group, served one after the other.")
     kv: KvLayout = key("auto", "How the runtime lays out its KV memory: one context per slot (split) or one pool for "
                                "all (unified). auto = find out.")
+    name: str = key("", "What to call it in /status, logs and metrics. Empty: its type.", check=lane_name)
+    models: tuple[str, ...] = key((), "Models it serves. Empty: those that its /v1/models lists.", check=model_names)
+    aliases: tuple[str, ...] = key((), 'More names for its models, each as "alias=model".', check=alias_lines)
+    rewrite_model: bool = key(True, "When a client used an alias, put it back into the answer's model field.")
 
     @property
     def url(self) -> str:
         """The address to call, without a trailing slash; empty when an openai backend has none."""
         return (self.base_url or BACKEND_URLS.get(self.type, "")).rstrip("/")
+
+    @property
+    def alias_table(self) -> Mapping[str, str]:
+        """Alias -> model."""
+        return MappingProxyType({alias: model for alias, _, model in (line.partition("=") for line in self.aliases)})
 
 
 @frozen
@@ -241,7 +253,11 @@ class LoggingConfig:
 
 @frozen
 class Config:
-    """The whole configuration. ``Config()`` holds every default; ``attrs.evolve`` makes variants."""
+    """The whole configuration. ``Config()`` holds every default; ``attrs.evolve`` makes variants.
+
+    ``backend`` is the first backend and ``more_backends`` are those after it; with ``embedded.model`` the first is the
+    embedded server. :attr:`backends` has them all.
+    """
 
     server: ServerConfig = ServerConfig()
     auth: AuthConfig = AuthConfig()
@@ -254,6 +270,26 @@ class Config:
     attention: AttentionConfig = AttentionConfig()
     embedded: EmbeddedConfig = EmbeddedConfig()
     logging: LoggingConfig = LoggingConfig()
+    more_backends: tuple[BackendConfig, ...] = ()
+
+    @property
+    def backends(self) -> tuple[BackendConfig, ...]:
+        """Every backend in the order of the configuration, each with a name of its own."""
+        given = (self.backend, *self.more_backends)
+        taken = {backend.name for backend in given}
+        named = []
+        for index, backend in enumerate(given):
+            name = backend.name
+            if not name:
+                base = "embedded" if self.embedded.model and index == 0 else backend.type
+                name = next(n for n in (base, *(f"{base}-{i}" for i in range(2, len(given) + 2))) if n not in taken)
+                taken.add(name)
+            named.append(attrs.evolve(backend, name=name))
+        return tuple(named)
+
+    def of_backend(self, backend: BackendConfig) -> Config:
+        """This configuration with ``backend`` as its only one: what the lane of that backend is made from."""
+        return attrs.evolve(self, backend=backend, more_backends=())
 
     def get(self, path: str) -> object:
         """The value at ``section.key``."""
@@ -266,13 +302,15 @@ class Config:
 class Loaded:
     """A configuration and where each of its values came from.
 
-    ``origins`` maps ``section.key`` to ``default``, the file's path, ``env NAME`` or ``flag --name``. ``path`` is the
-    file that was read, None when there was none.
+    ``origins`` maps ``section.key`` to ``default``, the file's path, ``env NAME`` or ``flag --name``; where there are
+    several, the keys of the n-th ``[[backend]]`` are ``backend[n].key``. ``path`` is the file that was read, None when
+    there was none. ``again`` reads the same sources once more (*Errors*: as ``load_config``); None if made in code.
     """
 
     config: Config
     origins: Mapping[str, str]
     path: Path | None = None
+    again: Callable[[], Loaded] | None = attrs.field(default=None, repr=False, eq=False)
 
     @classmethod
     def of(cls, config: Config) -> Loaded:
@@ -280,10 +318,15 @@ class Loaded:
         return cls(config, MappingProxyType({about.path: "code" for about in KEYS}))
 
 
+SECTION_TYPES: Mapping[str, Any] = MappingProxyType(
+    {name: kind for name, kind in get_type_hints(Config).items() if attrs.has(kind)})
+SECTIONS: tuple[str, ...] = tuple(SECTION_TYPES)
+
+
 def _keys() -> tuple[Key, ...]:
     """Every key in the order of the tree, its names, type and choices read off the tree."""
     found = []
-    for section, section_type in get_type_hints(Config).items():
+    for section, section_type in SECTION_TYPES.items():
         hints = get_type_hints(section_type)
         for attribute in attrs.fields(section_type):
             kind = hints[attribute.name]
@@ -297,7 +340,6 @@ def _keys() -> tuple[Key, ...]:
 
 KEYS: tuple[Key, ...] = _keys()
 KEYS_BY_PATH: Mapping[str, Key] = MappingProxyType({about.path: about for about in KEYS})
-SECTIONS: tuple[str, ...] = tuple(get_type_hints(Config))
 
 
 def load_config(

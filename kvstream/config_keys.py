@@ -7,6 +7,7 @@ The same :class:`Key` is what the loader checks against, what ``kvstream check-c
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable
 from typing import Any
 from urllib.parse import urlsplit
@@ -160,6 +161,28 @@ def volatile_names(value: tuple[str, ...]) -> str | None:
     """Names of patterns; what they match is in ``core.volatile``."""
     wrong = next((name for name in value if name not in VOLATILE_NAMES), None)
     return None if wrong is None else f"may contain {one_of(VOLATILE_NAMES)}, not {as_toml(wrong)}"
+def lane_name(value: str) -> str | None:
+    """Empty, or a short word: it is a label of metrics."""
+    if value and not re.fullmatch(r"[a-z0-9_-]{1,32}", value):
+        return f"must be 1 to 32 of a-z, 0-9, _ and -, not {as_toml(value)[:QUOTE_CHARS_MAX]}"
+    return None
+
+
+def model_names(value: tuple[str, ...]) -> str | None:
+    return None if all(name and name == name.strip() for name in value) else "must not have empty names"
+
+
+def alias_lines(value: tuple[str, ...]) -> str | None:
+    """Each ``alias=model``, no alias twice. The first "=" divides: a model's name may have more of them."""
+    aliases = set()
+    for line in value:
+        alias, divider, model = line.partition("=")
+        if not divider or not alias or not model or alias != alias.strip() or model != model.strip():
+            return f'each must be "alias=model", not {as_toml(line)[:QUOTE_CHARS_MAX]}'
+        if alias in aliases:
+            return f"has {as_toml(alias)[:QUOTE_CHARS_MAX]} twice"
+        aliases.add(alias)
+    return None
 
 
 def header_safe(value: str) -> str | None:

@@ -15,14 +15,15 @@ import os
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from types import MappingProxyType, NoneType
-from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+from typing import Any, Literal, Union, get_args, get_origin
 
 import tomli
 from cattrs import Converter
 from cattrs.errors import BaseValidationError
 
-from .config import KEYS, KEYS_BY_PATH, SECTIONS, Config, Loaded
+from .config import KEYS, KEYS_BY_PATH, SECTION_TYPES, SECTIONS, Config, Loaded
 from .config_auth import client_keys
+from .config_backends import BACKENDS_MAX, Rows, both_forms, check_backends
 from .config_keys import Key, as_toml, one_of
 from .errors import ConfigError
 
@@ -194,27 +195,39 @@ class _Sources:
         self.problems: list[str] = []
         self.values: dict[str, Any] = {}
         self.origins: dict[str, str] = {about.path: "default" for about in KEYS}
+        self.rows = Rows()  # of [[backend]]
+        self.outside: dict[str, str] = {}  # keys of backend that a variable or flag sets -> how that is said
 
     def take(self, path: str, value: Any, origin: str, where: str) -> None:
         """One value from one source. ``where`` begins a problem's line."""
+        checked = self.check(path, value, where)
+        if checked is not None:
+            (self.values[path],) = checked
+            self.origins[path] = origin
+
+    def check(self, path: str, value: Any, where: str) -> tuple[Any] | None:
+        """The value in the key's type, in a tuple; None if it is wrong, which is noted."""
         about = KEYS_BY_PATH.get(path)
-        if about is None:
-            self.problems.append(f"{where}: {unknown(path)}")
-            return
-        structured, wrong = check_value(self.converter, about, value)
+        structured, wrong = check_value(self.converter, about, value) if about else (None, unknown(path))
         if wrong:
             self.problems.append(f"{where}: {wrong}")
-            return
-        self.values[path] = structured
-        self.origins[path] = origin
+        return None if wrong else (structured,)
 
     def build(self) -> Config:
+        several = self.rows.several(bool(self.values.get("embedded.model")))
+        if several:
+            self.problems.extend(
+                f"{where}: there are several backends, and this does not say which one is meant; set it in the "
+                "[[backend]] table of the file" for where in self.outside.values())
+        else:
+            self.rows.put_under(self.values, self.origins)
         sections = {}
-        for section, section_type in get_type_hints(Config).items():
+        for section, section_type in SECTION_TYPES.items():
             given = {about.name: self.values[about.path] for about in KEYS
                      if about.section == section and about.path in self.values}
             sections[section] = section_type(**given)
-        return Config(**sections)
+        config = Config(**sections)
+        return self.rows.put_into(config, self.origins) if several else config
 
 
 # --- the three sources ------------------------------------------------------------------------------------------------
@@ -242,6 +255,9 @@ def _read_file(path: Path) -> dict[str, Any]:
         line = raw[: error.start].count(b"\n") + 1
         raise ConfigError(f"{path}: line {line}: is not UTF-8") from error
     except tomli.TOMLDecodeError as error:
+        if both_forms(raw):
+            raise ConfigError(f"{path}: line {error.lineno}: has both [backend] and [[backend]]; make each backend a "
+                              "[[backend]]") from error
         raise ConfigError(f"{path}: line {error.lineno}, column {error.colno}: not TOML: {error.msg}") from error
     except (RecursionError, ValueError) as error:  # ValueError: a number of more digits than Python will read
         raise ConfigError(f"{path}: is not a configuration: {error}") from error
@@ -249,7 +265,9 @@ def _read_file(path: Path) -> dict[str, Any]:
 
 def _take_file(sources: _Sources, path: Path) -> None:
     for section, table in _read_file(path).items():
-        if not isinstance(table, dict):
+        if section == "backend" and isinstance(table, list) and table and all(isinstance(row, dict) for row in table):
+            _take_rows(sources, path, table)
+        elif not isinstance(table, dict):
             wrong = "must be a table" if section in SECTIONS else unknown(section)
             sources.problems.append(f"{path}: {section}: {wrong}")
         elif section not in SECTIONS:
@@ -257,6 +275,19 @@ def _take_file(sources: _Sources, path: Path) -> None:
         else:
             for name, value in table.items():
                 sources.take(f"{section}.{name}", value, str(path), f"{path}: {section}.{name}")
+
+
+def _take_rows(sources: _Sources, path: Path, rows: list[dict[str, Any]]) -> None:
+    """The ``[[backend]]`` tables."""
+    if len(rows) > BACKENDS_MAX:
+        sources.problems.append(f"{path}: backend: at most {BACKENDS_MAX} backends are served, not {len(rows)}")
+    for number, row in enumerate(rows[:BACKENDS_MAX], 1):
+        taken: dict[str, Any] = {}
+        for name, value in row.items():
+            checked = sources.check(f"backend.{name}", value, f"{path}: backend[{number}].{name}")
+            if checked is not None:
+                (taken[name],) = checked
+        sources.rows.add(taken, str(path))
 
 
 def _take_env(sources: _Sources, env: Mapping[str, str]) -> None:
@@ -267,7 +298,10 @@ def _take_env(sources: _Sources, env: Mapping[str, str]) -> None:
         path = f"{section}.{name}".lower()
         about = KEYS_BY_PATH.get(path)
         value = from_text(about, text) if about else text
-        sources.take(path, value, f"env {variable}", f"environment {variable}: {path}")
+        where = f"environment {variable}: {path}"
+        sources.take(path, value, f"env {variable}", where)
+        if section.lower() == "backend":
+            sources.outside[path] = where
 
 
 def _take_flags(sources: _Sources, flags: Mapping[str, object], names: Mapping[str, str]) -> None:
@@ -275,7 +309,10 @@ def _take_flags(sources: _Sources, flags: Mapping[str, object], names: Mapping[s
         about = KEYS_BY_PATH.get(path)
         spelt = names.get(path, path)
         read = from_text(about, value) if about and isinstance(value, str) else value
-        sources.take(path, read, f"flag {spelt}", spelt if spelt == path else f"{spelt}: {path}")
+        where = spelt if spelt == path else f"{spelt}: {path}"
+        sources.take(path, read, f"flag {spelt}", where)
+        if path.startswith("backend."):
+            sources.outside[path] = where
 
 
 # --- what no single key can say ---------------------------------------------------------------------------------------
@@ -284,15 +321,14 @@ def _take_flags(sources: _Sources, flags: Mapping[str, object], names: Mapping[s
 def check_together(config: Config) -> list[str]:
     """Problems between keys; also for configurations made in code."""
     problems = []
-    backend, embedded = config.backend, config.embedded
-    if embedded.model:
+    backend = config.backend
+    if config.embedded.model:
         if backend.type != "llamacpp":
             problems.append(f"embedded.model: starts a llama.cpp server, but backend.type is {as_toml(backend.type)}")
         elif backend.base_url:
-            problems.append("embedded.model: starts a server of its own, but backend.base_url names one; set only one")
-    elif not backend.url:
-        problems.append(f"backend.base_url: an {backend.type} backend has no default address; set it, "
-                        "for example http://127.0.0.1:8000 (--backend-url)")
+            problems.append("embedded.model: starts a server of its own, but backend.base_url names one; set only one, "
+                            "or make that one a [[backend]]")
+    problems.extend(check_backends(config))
     if config.auth.enabled and "*" in config.server.cors_origins:
         problems.append('server.cors_origins: "*" opens KVStream to every web page, which keys are to prevent; '
                         "name the origins")
@@ -320,4 +356,9 @@ def load(path: str | os.PathLike[str] | None, env: Mapping[str, str], flags: Map
         sources.problems.extend(check_together(config))
     if sources.problems:
         raise ConfigError(sources.problems)
-    return Loaded(config, MappingProxyType(sources.origins), file)
+
+
+    def again() -> Loaded:
+        return load(path if file is None else file, env, flags, flag_names, together=together)
+
+    return Loaded(config, MappingProxyType(sources.origins), file, again)

@@ -32,6 +32,7 @@
     │  ├─ BackendTimeoutError          504  connect, first event or stall
     │  │  └─ TotalTimeoutError         504  the answer took longer than the operator allows
     │  ├─ BackendWedgedError           504  it answers its health route, and computes nothing
+    │  ├─ LoopError                    508  the backend is this KVStream itself
     │  ├─ BackendAuthError             502  the runtime wants a key that we do not have
     │  ├─ BackendProtocolError         502  an answer that is not what its API promises
     │  ├─ StreamTruncatedError         502  the stream ended before it was finished
@@ -235,6 +236,11 @@ class TotalTimeoutError(BackendTimeoutError):
 class BackendWedgedError(BackendError):
     status = 504
     code = "backend_wedged"
+
+
+class LoopError(BackendError):
+    status = 508
+    code = "loop_detected"
 
 
 class BackendAuthError(BackendError):

@@ -31,10 +31,12 @@ OWN_IMPORTS: tuple[tuple[str, str | None], ...] = (
     (r".*", None),
 )
 # A module may import those before it, never those after it. Modules that are not named are free to sit anywhere.
-ORDER = ("gateway.ports", "gateway.upstream", "gateway.stream", "gateway.engine", "gateway.app", "gateway.serve", "cli")
-# Who may import a module at all, apart from the order. All wiring is in serve: the rest sees ports.
+ORDER = ("gateway.ports", "gateway.upstream", "gateway.stream", "gateway.engine", "gateway.router", "gateway.app",
+         "gateway.lanes", "gateway.serve", "cli")
+# Who may import a module at all, apart from the order. All wiring is in serve and lanes: the rest sees ports.
 IMPORTERS = {
-    "gateway.upstream": r"gateway\.(serve|library|demo|upstream|discovery|isolation)\w*|bench\.main",
+    "gateway.upstream": r"gateway\.(serve|lanes|library|demo|upstream|discovery|isolation)\w*|bench\.main",
+    "gateway.lanes": r"gateway\.(serve|reload)\w*",
     "gateway.serve": r"cli\w*|gateway\.(library|demo|serve)\w*",
     "cli": r"__main__|cli\w*",
 }

@@ -30,7 +30,7 @@ from .rate import ServiceRate
 from .settings import SchedulerSettings
 from .snapshot import Counters, RunningView, Seats, Snapshot, TierPages, WaitingView
 from .state import Running, Tally, Waiting
-from .types import AccountingBug, EndReason, RefuseReason, RequestId
+from .types import AccountingBug, EndReason, PageKey, RefuseReason, RequestId
 
 __all__ = ["Scheduler", "SchedulerSettings"]
 
@@ -82,6 +82,12 @@ class Scheduler:
         """When ``step`` has something to do even if no event arrives; None: never."""
         times = [self._queue.next_deadline(), self._ledger.tree.next_expiry() if self._ledger else None]
         return min((time for time in times if time is not None), default=None)
+
+    def prefix_tokens(self, keys: Sequence[PageKey], now: float) -> int:
+        """How many tokens of a prompt with these pages are cached now. Changes nothing."""
+        if self._ledger is None:
+            return 0
+        return len(self._ledger.tree.match(keys, len(keys), now)) * self._ledger.limits.page_tokens
 
     def check_invariants(self) -> None:
         """Raise AssertionError if the books are wrong. Costs time in proportion to everything that is held."""

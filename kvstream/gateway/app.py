@@ -22,37 +22,37 @@ from werkzeug.routing import PathConverter
 from .. import __version__
 from ..adapters.routes import ROUTES
 from ..errors import (
-    BackendUnavailableError,
     ForbiddenHostError,
     InvalidRequestError,
     KVStreamError,
+    LoopError,
     MethodNotAllowedError,
-    ModelNotFoundError,
     RouteNotFoundError,
     RouteUnsupportedError,
 )
 from .access import Access, challenge, is_loopback
 from .asgi import BodyReceiver, Message, Receive, Scope, Send, retry_header, send_empty, send_error, send_refusal
 from .dialects import dialect_of
-from .failures import error_of
+from .listing import model_entry, model_listing
 from .metrics import CONTENT_TYPE, Metrics
 from .proxy import Proxy
+from .request import HOP_HEADER
 from .router import Router
-from .status import status_json
+from .status import ready_json, status_json
 
 log = logging.getLogger("kvstream.app")
 
-MODELS_TIMEOUT_S = 5.0
 _HOST = re.compile(r"(?:\[(?P<v6>[^\]]*)\]|(?P<name>[^:\[\]]*))(?::[0-9]*)?")
 
 
 @frozen
 class AppSettings:
     """``hosts`` are the accepted Host names, lower case; None accepts any (not a loopback bind). ``header_bytes_max``
-    bounds the request head."""
+    bounds the request head. ``hop`` is our own id: a request that carries it was sent by ourselves."""
 
     hosts: frozenset[str] | None
     header_bytes_max: int = 64 * 2**10
+    hop: str = ""
 
 
 class App:
@@ -98,6 +98,7 @@ class App:
             if allowed is not None:
                 await send_empty(send, 204, allowed)
                 return
+            self._check_hops(scope)
             scope = self.access.admit(scope)
             if route not in self._router.routes:
                 if route in ROUTES and scope["method"] == "POST":
@@ -117,7 +118,7 @@ class App:
 
     def _unserved(self, route: str) -> RouteUnsupportedError:
         """Which backends there are, and what they serve instead."""
-        kinds = ", ".join(sorted({lane.adapter.kind for lane in self._router.lanes}))
+        kinds = ", ".join(sorted({lane.engine.adapter.kind for lane in self._router.lanes}))
         served = ", ".join(sorted(path for path in self._router.routes if path.startswith("/v1/")))
         return RouteUnsupportedError(
             f"{route} is not served by the backend ({kinds}); it serves {served}. Put a backend behind KVStream that "
@@ -141,6 +142,13 @@ class App:
         shown = ", ".join(v.decode("latin-1")[:80] for v in values) or "none"
         raise ForbiddenHostError(
             f"Host {shown!r} is not served here; add the name to server.allowed_hosts if it is yours")
+
+    def _check_hops(self, scope: Scope) -> None:
+        own = self._settings.hop.encode()
+        for name, value in scope["headers"]:
+            if own and name == HOP_HEADER.encode() and own in value.replace(b",", b" ").split():
+                log.error("a request came back to us: is backend.base_url the address of this KVStream?")
+                raise LoopError("this request has been here before: a KVStream's backend.base_url points to itself")
 
     async def wait_idle(self) -> None:
         """Wait until no request is in hand."""
@@ -193,8 +201,6 @@ def build_quart(router: Router, metrics: Metrics, extra_status: Callable[[], Map
     app.config["MAX_CONTENT_LENGTH"] = 65536
     app.url_map.merge_slashes = False  # a double slash in a model's name is not to be redirected away
     app.url_map.converters["model"] = _ModelName
-    engine = router.lanes[0]
-    models = _Models(router)
 
     @app.get("/health")
     async def health() -> Response:
@@ -202,15 +208,15 @@ def build_quart(router: Router, metrics: Metrics, extra_status: Callable[[], Map
 
     @app.get("/ready")
     async def ready() -> Response:
-        if engine.ready:
-            return reply({"status": "ready"})
-        response = reply({"status": "draining" if engine.closing else engine.state}, 503)
-        response.headers["retry-after"] = "2"
+        value, good = ready_json(router.lanes)
+        response = reply(value, 200 if good else 503)
+        if not good:
+            response.headers["retry-after"] = "2"
         return response
 
     @app.get("/status")
     async def status() -> Response:
-        return reply(status_json(engine, trio.current_time()) | dict(extra_status()))
+        return reply(status_json(router.lanes, trio.current_time()) | dict(extra_status()))
 
     @app.get("/metrics")
     async def exposition() -> Response:
@@ -218,11 +224,11 @@ def build_quart(router: Router, metrics: Metrics, extra_status: Callable[[], Map
 
     @app.get("/v1/models")
     async def list_models() -> Response:
-        return reply(await models.listing())
+        return reply(await model_listing(router.lanes))
 
     @app.get("/v1/models/<model:model>")
     async def one_model(model: str) -> Response:
-        return reply(await models.one(model))
+        return reply(await model_entry(router.lanes, model))
 
     @app.errorhandler(HTTPException)
     async def http_error(error: HTTPException) -> Response:
@@ -254,33 +260,3 @@ def error_reply(error: KVStreamError) -> Response:
     for name, value in retry_header(error):
         response.headers[name.decode()] = value.decode()
     return response
-
-
-class _Models:
-    """The backend's model list; the last good one is kept, so that a busy or restarting backend does not hide it."""
-
-    def __init__(self, router: Router) -> None:
-        self._engine = router.lanes[0]
-        self._last: dict[str, Any] | None = None
-
-    async def listing(self) -> dict[str, Any]:
-        adapter = self._engine.adapter
-        try:
-            answer = await self._engine.upstream.request(adapter.models(), timeout_s=MODELS_TIMEOUT_S)
-            if answer.status >= 400:
-                raise error_of(adapter.error(answer))
-            listing = adapter.read_models(answer)
-            if listing is None:
-                raise BackendUnavailableError("the backend's model list cannot be read")
-            self._last = listing
-            return listing
-        except KVStreamError:
-            if self._last is None:
-                raise
-            return self._last
-
-    async def one(self, model: str) -> dict[str, Any]:
-        for entry in (await self.listing())["data"]:
-            if isinstance(entry, dict) and (entry.get("id") == model or model in (entry.get("aliases") or ())):
-                return entry
-        raise ModelNotFoundError(f"the backend has no model {model[:200]!r}; see GET /v1/models", param="model")

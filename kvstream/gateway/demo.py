@@ -81,7 +81,8 @@ def prepare(loaded: Loaded) -> tuple[Loaded, str]:
     if not embedded.model:
         embedded = attrs.evolve(embedded, model=str(find_model()))
     backend = attrs.evolve(config.backend, type="llamacpp", base_url="", model="")
-    return attrs.evolve(loaded, config=attrs.evolve(config, server=server, embedded=embedded, backend=backend)), note
+    config = attrs.evolve(config.of_backend(backend), server=server, embedded=embedded)
+    return attrs.evolve(loaded, config=config, again=None), note
 
 
 # --- the chat ---------------------------------------------------------------------------------------------------------

@@ -187,10 +187,11 @@ class Engine:
     @asynccontextmanager
     async def open_stream(self, request: ProxyRequest, *, client: str = "",
                           priority: Priority = Priority.NORMAL, weight: float = 1.0,
-                          name: str = "", hold: bool = True) -> AsyncIterator[Stream]:
+                          name: str = "", hold: bool = True,
+                          count: PromptCount | None = None) -> AsyncIterator[Stream]:
         """Queue a request and hand out its stream; read it with ``await stream.get()``. Without ``hold`` a backend
         that is not there ends it at once, with ``BackendRefusedError`` if it had been granted: somebody else may serve
-        it then, since nobody has seen it.
+        it then, since nobody has seen it. ``count`` is that of :meth:`count_prompt`, if that was asked already.
 
         *Resource handling*: leaving the block, however, leaves the queue or stops the runtime.
         *Errors*: ``ShuttingDownError``, ``BackendUnavailableError`` at once; every later one from ``get``.
@@ -204,7 +205,7 @@ class Engine:
             raise error_of(refused)
         await self._check_open(hold)
         request = self.hygiene.normalized(request)
-        count = await self._count(request, client)
+        count = count or await self.count_prompt(request, client)
         self.hygiene.look(request, client, count.tokens)
         stream = Stream(
             rid=rid, name=name, request=request, adapter=self.adapter, client=client, priority=priority,
@@ -236,7 +237,9 @@ class Engine:
         if backend.state == "failed":
             raise BackendLoadingError(f"the backend does not serve: {backend.detail}", retry_after_s=10)
 
-    async def _count(self, request: ProxyRequest, client: str) -> PromptCount:
+    async def count_prompt(self, request: ProxyRequest, client: str) -> PromptCount:
+        """Length and page keys of a prompt. *Errors*: none. *Cancellation*: safe."""
+        request = self.hygiene.normalized(request)
         count = None
         if self.counter.can_be_exact and self.watcher.backend.state == Health.UP:
             count = await self.counter.exact(request, client)

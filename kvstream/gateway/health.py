@@ -237,6 +237,10 @@ class BackendWatcher:
             await self._changed.wait()
         return True
 
+    async def wait_change(self) -> None:
+        """Wait until the backend enters another state."""
+        await self._changed.wait()
+
     async def wait_known(self) -> None:
         """Wait until the first probe has answered."""
         while self.backend.state == "starting":

@@ -6,7 +6,7 @@ number that a client chose. Waits of refused requests count too, and histograms 
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
@@ -34,9 +34,14 @@ class Metrics:
 
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
+        self._lanes = _LaneGauges()
+        self.registry.register(self._lanes)
         self._counters()
         self._histograms()
         self.open_connections = Gauge("kvstream_open_connections", "Open client connections.", registry=self.registry)
+        self.config_ok = Gauge("kvstream_config_ok", "0 while the configuration file is one that cannot be used.",
+                               registry=self.registry)
+        self.config_ok.set(1)
 
     def _counters(self) -> None:
         r = self.registry
@@ -55,6 +60,8 @@ class Metrics:
         self.prefix_verified = Counter(
             "kvstream_prefix_tokens_verified", "Prompt tokens that the backend reported as cached.", registry=r)
         self.counted = Counter("kvstream_prompts_counted", "Prompts by how they were counted.", ["source"], registry=r)
+        self.failovers = Counter(
+            "kvstream_failovers", "Requests that a refused connection moved to another backend.", registry=r)
         self.slots_capped = Counter(
             "kvstream_slots_not_idle", "Cancelled requests whose slot was given up waiting for.", registry=r)
         self.busy_retries = Counter(
@@ -76,8 +83,12 @@ class Metrics:
                                        registry=r)
 
     def watch(self, engine: Engine) -> None:
-        """Add the gauges that are read off an engine's snapshot at scrape time."""
-        self.registry.register(_EngineGauges(engine))
+        """Add an engine to the gauges that are read off snapshots at scrape time; ``backend`` is its lane's name."""
+        self._lanes.engines.append(engine)
+
+    def unwatch(self, engine: Engine) -> None:
+        """The lane is gone."""
+        self._lanes.engines.remove(engine)
 
     # --- what the engine reports --------------------------------------------------------------------------------------
 
@@ -133,37 +144,46 @@ class Metrics:
         return generate_latest(self.registry)
 
 
-class _EngineGauges(Collector):
-    """Gauges from a scheduler snapshot: taken when somebody scrapes, not on every step."""
+class _LaneGauges(Collector):
+    """Gauges from the lanes' snapshots: taken when somebody scrapes, not on every step."""
 
-    def __init__(self, engine: Engine) -> None:
-        self._engine = engine
+    def __init__(self) -> None:
+        self.engines: list[Engine] = []
 
     def collect(self) -> Iterable[Metric]:
         from trio import current_time
 
-        snapshot: Snapshot = self._engine.scheduler.snapshot(current_time())
-        yield from _gauges(snapshot)
-        state = GaugeMetricFamily("kvstream_backend_state", "1 for the state the backend is in.", labels=["state"])
-        for name in BACKEND_STATES:
-            state.add_metric([name], float(self._engine.watcher.backend.state == name))
+        now = current_time()
+        lanes = [(engine.name, engine.scheduler.snapshot(now)) for engine in self.engines]
+        yield from _gauges(lanes)
+        state = _family("kvstream_backend_state", "1 for the state the backend is in.", "state")
+        circuit = _family("kvstream_breaker_state", "1 for the state the breaker is in.", "state")
+        for engine in self.engines:
+            for name in BACKEND_STATES:
+                state.add_metric([engine.name, name], float(engine.watcher.backend.state == name))
+            for each in Circuit:
+                circuit.add_metric([engine.name, each.value], float(engine.guard.circuit is each))
         yield state
-        circuit = GaugeMetricFamily("kvstream_breaker_state", "1 for the state the breaker is in.", labels=["state"])
-        for each in Circuit:
-            circuit.add_metric([each.value], float(self._engine.guard.circuit is each))
         yield circuit
 
 
-def _gauges(snapshot: Snapshot) -> Iterable[Metric]:
-    pages = GaugeMetricFamily("kvstream_pages", "KV pages by tier and state.", labels=["tier", "state"])
-    for tier in snapshot.pages:
-        for state in ("total", "free", "held", "cached", "promised", "overdrawn"):
-            pages.add_metric([tier.tier.value, state], getattr(tier, state))
-    yield pages
-    seats = GaugeMetricFamily("kvstream_seats", "Places in the running batch by state.", labels=["state"])
-    for state in ("total", "used", "draining"):
-        seats.add_metric([state], getattr(snapshot.seats, state))
-    yield seats
-    yield GaugeMetricFamily("kvstream_queue_length", "Requests waiting.", value=snapshot.waiting_total)
-    yield GaugeMetricFamily("kvstream_queue_bytes", "Bytes of waiting request bodies.", value=snapshot.waiting_bytes)
-    yield GaugeMetricFamily("kvstream_prefix_tokens", "Prompt tokens kept for reuse.", value=snapshot.prefix_tokens)
+def _gauges(lanes: Sequence[tuple[str, Snapshot]]) -> Iterable[Metric]:
+    pages = _family("kvstream_pages", "KV pages by tier and state.", "tier", "state")
+    seats = _family("kvstream_seats", "Places in the running batch by state.", "state")
+    length = _family("kvstream_queue_length", "Requests waiting.")
+    size = _family("kvstream_queue_bytes", "Bytes of waiting request bodies.")
+    kept = _family("kvstream_prefix_tokens", "Prompt tokens kept for reuse.")
+    for name, snapshot in lanes:
+        for tier in snapshot.pages:
+            for state in ("total", "free", "held", "cached", "promised", "overdrawn"):
+                pages.add_metric([name, tier.tier.value, state], getattr(tier, state))
+        for state in ("total", "used", "draining"):
+            seats.add_metric([name, state], getattr(snapshot.seats, state))
+        length.add_metric([name], snapshot.waiting_total)
+        size.add_metric([name], snapshot.waiting_bytes)
+        kept.add_metric([name], snapshot.prefix_tokens)
+    return (pages, seats, length, size, kept)
+
+
+def _family(name: str, help_text: str, *labels: str) -> GaugeMetricFamily:
+    return GaugeMetricFamily(name, help_text, labels=["backend", *labels])

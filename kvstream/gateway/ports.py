@@ -56,17 +56,32 @@ class Upstream(Protocol):
 
 class Answer(Protocol):
     """A request in progress, for the task that talks to its client. Read it with :meth:`get`; the rest may be looked
-    at at any time and is final once ``get`` returned ``[]`` or raised."""
+    at at any time and is final once ``get`` returned ``[]`` or raised.
 
-    request: ProxyRequest
-    adapter: Adapter  # of the lane that serves it
-    count_source: CountSource
-    tokens_prompt: int
-    tokens: int  # answer pieces so far
-    usage: UsageNumbers | None  # as the runtime reported it
-    truncated: bool  # we ended it for lack of pages, as if it had reached a token limit
-    last_data: object  # the last parsed frame, for a frame of our own in its likeness
-    error_forwarded: bool  # the client has had the runtime's own error frame; set by the reader
+    ``request`` and ``adapter`` are of the lane that serves it, which is certain with the first events. ``tokens`` are
+    the answer pieces so far, ``usage`` is what the runtime reported, ``last_data`` the last parsed frame, for a frame
+    of our own in its likeness. ``truncated``: we ended it for lack of pages, as if it had reached a token limit.
+    ``error_forwarded``: the client has had the runtime's own error frame; set by the reader.
+    """
+
+    @property
+    def request(self) -> ProxyRequest: ...
+    @property
+    def adapter(self) -> Adapter: ...
+    @property
+    def count_source(self) -> CountSource: ...
+    @property
+    def tokens_prompt(self) -> int: ...
+    @property
+    def tokens(self) -> int: ...
+    @property
+    def usage(self) -> UsageNumbers | None: ...
+    @property
+    def truncated(self) -> bool: ...
+    @property
+    def last_data(self) -> object: ...
+
+    error_forwarded: bool
 
     async def get(self) -> list[UpstreamEvent]:
         """All events that are there, waiting for the first; ``[]`` at the end.

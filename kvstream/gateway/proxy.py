@@ -106,11 +106,12 @@ class Proxy:
 
     async def _answer_whole(self, answer: Answer, dialect: Dialect, send: Send, headers: Headers) -> None:
         """Assemble a streamed answer for a client that wants it in one piece."""
-        assembler = answer.adapter.assembler(answer.request)
+        events = await answer.get()
+        assembler = answer.adapter.assembler(answer.request)  # which lane serves it is known by now
         size = 0
         whole: bytes | None = None
         deltas = 0
-        while events := await answer.get():
+        while events:
             for event in events:
                 if isinstance(event, Delta):
                     size += len(event.raw)
@@ -121,6 +122,7 @@ class Proxy:
             if size > self._settings.answer_bytes_max:
                 raise BackendProtocolError(
                     f"the answer is larger than upstream.answer_bytes_max = {self._settings.answer_bytes_max} bytes")
+            events = await answer.get()
         if answer.usage is None:
             headers.append((b"x-kvstream-usage", b"estimated"))
         if whole is None:

@@ -22,7 +22,8 @@ from .prompts import FORMS
 __all__ = ["CHAT", "COMPLETIONS", "Incoming", "answer_tokens", "parse_request", "prompt_text", "seats_wanted"]
 
 # Everything else a client sends (cookies, hop-by-hop headers, X-Conversation-Id, Origin, Referer, Host ...) ends here.
-FORWARDED_HEADERS = frozenset({"accept-language", "user-agent", "x-request-id"})
+HOP_HEADER = "x-kvstream-hop"  # the ids of the KVStreams that a request came through
+FORWARDED_HEADERS = frozenset({"accept-language", "user-agent", "x-request-id", HOP_HEADER})
 PRIORITY_HEADER = "x-kvstream-priority"
 
 _PRIORITIES: Mapping[str, Priority] = MappingProxyType({p.name.lower(): p for p in Priority})

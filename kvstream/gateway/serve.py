@@ -6,7 +6,7 @@
     └─ root nursery
        ├─ signal watcher      first signal: drain; second: leave at once
        ├─ embedded server     (with --model) llama.cpp as a supervised child
-       ├─ engine.run          tick, health, slots, one pump per request
+       ├─ lanes               one engine per backend: tick, health, slots, one pump per request
        └─ server.run          listeners, one task per connection
 
 Draining: the listeners close and ``/ready`` says 503 at once; queued requests are refused (or finish, by
@@ -16,6 +16,7 @@ Draining: the listeners close and ``/ready`` says 503 at once; queued requests a
 from __future__ import annotations
 
 import logging
+import secrets
 import signal
 import sys
 from collections.abc import AsyncIterator, Callable, Mapping, Sized
@@ -33,12 +34,13 @@ from .app import App, AppSettings, accepted_hosts
 from .connections import Server, open_sockets
 from .embedded import Died, EmbeddedEvent, EmbeddedServer, Loading, Restarting, describe_event
 from .engine import Engine
+from .lanes import Lanes, OpenLane
 from .logs import set_up_logging
 from .metrics import Metrics
 from .proxy import Proxy, ProxySettings
 from .router import Router
-from .settings import access_settings, access_warnings, embedded_spec, engine_settings, make_adapter
-from .upstream import HttpUpstream
+from .settings import access_settings, access_warnings, embedded_spec
+from .stream import Stream
 
 log = logging.getLogger("kvstream.serve")
 
@@ -54,13 +56,24 @@ OnEmbedded = Callable[[EmbeddedEvent], None]
 
 @define
 class Gateway:
-    """A gateway that serves. ``url`` is where."""
+    """A gateway that serves. ``url`` is where. ``router`` has the lanes that take requests, ``lanes`` all there are."""
 
     url: str
-    engine: Engine
+    router: Router
+    lanes: Lanes
     server: Server
     app: App
     config: Config
+
+    @property
+    def engine(self) -> Engine:
+        """That of the first lane."""
+        return self.router.lanes[0].engine
+
+    @property
+    def streams(self) -> list[Stream]:
+        """The requests in hand, of all lanes."""
+        return [stream for lane in self.lanes.all for stream in lane.engine.streams.values()]
 
     async def drain(self) -> None:
         """Stop taking requests, let those in hand finish within ``server.drain_s``, end the rest with an error.
@@ -69,14 +82,16 @@ class Gateway:
         """
         config = self.config.server
         await self.server.stop_listening()
-        self.engine.close(refuse_waiting=config.drain_queued == "refuse")
+        for lane in self.lanes.all:
+            lane.engine.close(refuse_waiting=config.drain_queued == "refuse")
         with trio.move_on_after(config.drain_s):
-            await self.engine.wait_idle()
+            for lane in self.lanes.all:
+                await lane.engine.wait_idle()
             await self.app.wait_idle()
             return
-        left = counted(self.engine.streams, "request")
-        log.warning("server.drain_s = %g s are over; ending %s", config.drain_s, left)
-        self.engine.abort(ShuttingDownError("the gateway is shutting down", retry_after_s=5))
+        log.warning("server.drain_s = %g s are over; ending %s", config.drain_s, counted(self.streams, "request"))
+        for lane in self.lanes.all:
+            lane.engine.abort(ShuttingDownError("the gateway is shutting down", retry_after_s=5))
         with trio.move_on_after(LAST_FRAMES_S):
             await self.app.wait_idle()
 
@@ -86,31 +101,38 @@ async def open_gateway(loaded: Loaded, *, engine: Engine | None = None, metrics:
                        on_embedded: OnEmbedded | None = None) -> AsyncIterator[Gateway]:
     """Everything between a configuration and a listening port, taken down on leaving.
 
-    With ``engine`` (and its ``metrics``) an engine that already runs is put on the network; without, one is made from
-    the configuration, and with ``embedded.model`` its backend too.
+    With ``engine`` (and its ``metrics``) an engine that already runs is put on the network; without, a lane is made for
+    each backend of the configuration, and with ``embedded.model`` the backend of the first too.
 
     *Errors*: ``PortInUseError``, ``ConfigError``, ``EmbeddedError``. *Cancellation*: safe at any point.
     """
     config = loaded.config
     metrics = metrics or Metrics()
+    hop = secrets.token_hex(8)
     async with AsyncExitStack() as stack:
         sockets = open_sockets(config.server.host, config.server.port)
         for sock in sockets:
             stack.callback(sock.close)
         embedded: EmbeddedServer | None = None
-        if engine is None:
-            base_url = config.backend.url
-            if config.embedded.model:
-                embedded = EmbeddedServer(embedded_spec(config), on_event=on_embedded or EmbeddedLog())
-                base_url = await (await _enter_nursery(stack)).start(embedded.run)
-                config = attrs.evolve(config, backend=attrs.evolve(config.backend, type="llamacpp"))
-            engine = await _start_engine(stack, config, base_url, metrics)
-            if embedded is not None:
-                engine.watcher.expect_restart = lambda: True
-        server, app = _make_server(config, engine, metrics, sockets, embedded)
+        base_url = ""
+        if engine is None and config.embedded.model:
+            embedded = EmbeddedServer(embedded_spec(config), on_event=on_embedded or EmbeddedLog())
+            base_url = await (await _enter_nursery(stack)).start(embedded.run)
+            config = attrs.evolve(config, backend=attrs.evolve(config.backend, type="llamacpp"))
+        lanes = Lanes(await _enter_nursery(stack), metrics, hop)
+        if engine is not None:
+            router = Router([(await lanes.adopt(engine, config)).lane])
+        else:
+            opened: list[OpenLane] = []
+            for backend in config.backends:
+                ours = embedded is not None and not opened
+                opened.append(await lanes.open(config, backend, base_url=base_url if ours else "", restarts=ours))
+            router = Router([each.lane for each in opened])
+        server, app = _make_server(config, router, metrics, sockets, embedded, hop)
         await (await _enter_nursery(stack)).start(server.run)
         host = config.server.host
-        yield Gateway(f"http://{f'[{host}]' if ':' in host else host}:{server.ports[0]}", engine, server, app, config)
+        url = f"http://{f'[{host}]' if ':' in host else host}:{server.ports[0]}"
+        yield Gateway(url, router, lanes, server, app, config)
 
 
 async def _enter_nursery(stack: AsyncExitStack) -> trio.Nursery:
@@ -121,27 +143,15 @@ async def _enter_nursery(stack: AsyncExitStack) -> trio.Nursery:
     return nursery
 
 
-async def _start_engine(stack: AsyncExitStack, config: Config, base_url: str, metrics: Metrics) -> Engine:
-    adapter = make_adapter(config, base_url)
-    upstream = await stack.enter_async_context(HttpUpstream(
-        adapter.base_url, connect_s=config.upstream.connect_s,
-        keepalive_expiry_s=config.upstream.keepalive_expiry_s))
-    engine = Engine(adapter, upstream, engine_settings(config), metrics)
-    metrics.watch(engine)
-    await (await _enter_nursery(stack)).start(engine.run)
-    return engine
-
-
-def _make_server(config: Config, engine: Engine, metrics: Metrics, sockets: list[Any],
-                 embedded: EmbeddedServer | None) -> tuple[Server, App]:
+def _make_server(config: Config, router: Router, metrics: Metrics, sockets: list[Any],
+                 embedded: EmbeddedServer | None, hop: str) -> tuple[Server, App]:
     settings = config.server
-    router = Router([engine])
     proxy = Proxy(router.open_answer, metrics, ProxySettings(
         keepalive_s=settings.keepalive_s, body_bytes_max=settings.body_bytes_max, body_gap_s=settings.stall_s,
         answer_bytes_max=config.upstream.answer_bytes_max,
         forward_authorization=config.upstream.forward_authorization))
     app = App(router, proxy, metrics, AppSettings(
-        accepted_hosts(settings.host, settings.allowed_hosts), settings.header_bytes_max),
+        accepted_hosts(settings.host, settings.allowed_hosts), settings.header_bytes_max, hop),
         lambda: _extra_status(config, embedded), Access(access_settings(config)))
     for warning in access_warnings(config):
         log.warning("%s", warning)
@@ -192,7 +202,8 @@ async def serve(loaded: Loaded, *, on_ready: Callable[[Gateway], None] | None = 
     code = 0
     with trio.open_signal_receiver(*_signals()) as received:
         async with open_gateway(loaded, on_embedded=on_embedded) as gateway:
-            log.info("listening on %s, backend %s", gateway.url, gateway.engine.adapter.base_url)
+            log.info("listening on %s, %s", gateway.url, ", ".join(
+                f"backend {lane.name} {lane.engine.adapter.base_url}" for lane in gateway.router.lanes))
             if on_ready is not None:
                 on_ready(gateway)
             async for number in received:
@@ -217,7 +228,7 @@ async def serve(loaded: Loaded, *, on_ready: Callable[[Gateway], None] | None = 
 
 def _going(gateway: Gateway) -> str:
     """What a drain waits for, in words."""
-    streams = gateway.engine.streams.values()
+    streams = gateway.streams
     running, settings = [s for s in streams if s.lease is not None], gateway.config.server
     text = "none is running"
     if running:

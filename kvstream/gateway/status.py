@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 from urllib.parse import urlsplit, urlunsplit
 
@@ -9,16 +10,28 @@ from .. import __version__
 from ..core.snapshot import RunningView, Snapshot, TierPages
 from ..core.types import RequestId
 from .engine import Engine
+from .router import Lane
 
 RUNNING_SHOWN_MAX = 256
+MODELS_SHOWN_MAX = 100
 
 
-def status_json(engine: Engine, now: float) -> dict[str, Any]:
-    """The snapshot at Trio time ``now``; ages in seconds, sizes in pages, tokens or bytes as named."""
+def status_json(lanes: Sequence[Lane], now: float) -> dict[str, Any]:
+    """The snapshot at Trio time ``now``; ages in seconds, sizes in pages, tokens or bytes as named.
+
+    ``lanes`` has a snapshot of each lane. What stands beside it is that of the first, which is often the only one.
+    """
+    each = [_lane(lane, now) for lane in lanes]
+    return {"version": __version__} | each[0] | {"lanes": each}
+
+
+def _lane(lane: Lane, now: float) -> dict[str, Any]:
+    engine = lane.engine
     snapshot = engine.scheduler.snapshot(now)
     backend = engine.watcher.backend
     return {
-        "version": __version__,
+        "name": lane.name,
+        "models": lane.shown[:MODELS_SHOWN_MAX],
         "state": "draining" if engine.closing else engine.state,
         "backend": {
             "kind": engine.adapter.kind, "url": public_url(engine.adapter.base_url), "state": backend.state,
@@ -44,6 +57,13 @@ def status_json(engine: Engine, now: float) -> dict[str, Any]:
         "prefix_hygiene": engine.hygiene.status(),
         "counters": _counters(snapshot),
     }
+
+
+def ready_json(lanes: Sequence[Lane]) -> tuple[dict[str, Any], bool]:
+    """(what ``/ready`` says, whether it is ready): as soon as one lane is."""
+    states = {lane.name: "draining" if lane.engine.closing else lane.engine.state for lane in lanes}
+    good = any(lane.engine.ready for lane in lanes)
+    return {"status": "ready" if good else next(iter(states.values())), "lanes": states}, good
 
 
 def public_url(url: str) -> str:

@@ -11,7 +11,7 @@ came, httpcore does not tell apart from a head that broke off, so the bytes are 
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Iterator, Mapping
 from contextlib import asynccontextmanager
 from contextvars import ContextVar
 from typing import Any
@@ -26,12 +26,14 @@ from ..errors import (
     BackendRefusedError,
     BackendTimeoutError,
     BackendUnavailableError,
+    LoopError,
     StreamTruncatedError,
 )
+from .request import HOP_HEADER
 
 REPLY_BYTES_MAX = 16 * 1024 * 1024
-
 URLS_MAX = 256
+VERSION_HEADER = "x-kvstream-version"  # on every answer of a KVStream
 
 _NEVER_READ = (httpx.RemoteProtocolError, httpx.ReadError, httpx.WriteError, httpx.CloseError)
 
@@ -41,10 +43,13 @@ class HttpUpstream:
 
     ``connect_s`` bounds the TCP connect, ``keepalive_expiry_s`` the age of an idle pooled connection. Waiting for
     headers and for bytes is bounded by the caller's cancel scopes, never here: a runtime may be silent for minutes.
+    ``hop`` is our process's id, added to the ids that a request came with: whoever finds its own there is in a circle.
     """
 
-    def __init__(self, base_url: str, *, connect_s: float = 5.0, keepalive_expiry_s: float = 3.0) -> None:
+    def __init__(self, base_url: str, *, connect_s: float = 5.0, keepalive_expiry_s: float = 3.0,
+                 hop: str = "") -> None:
         self.base_url = base_url.rstrip("/")
+        self._hop = hop
         self._connect_s = connect_s
         self._urls: dict[str, httpx.URL] = {}
         self._account: Account = ContextVar("bytes seen of an answer")
@@ -102,15 +107,14 @@ class HttpUpstream:
                 call.method,
                 self._url(call.path),
                 # As bytes: httpx takes text for ASCII only, but a client's User-Agent or key need not be.
-                headers=[(b"accept-encoding", b"identity"),
-                         *((name.encode("ascii"), value.encode("latin-1")) for name, value in call.headers)],
+                headers=[(b"accept-encoding", b"identity"), *self._headers(call)],
                 content=call.body or None,
                 extensions={"timeout": {"connect": self._connect_s, "read": None, "write": None, "pool": None}},
             )
             seen = _Seen()
             self._account.set(seen)
             try:
-                return await transport.handle_async_request(request)
+                return await self._checked(await transport.handle_async_request(request))
             except httpx.ConnectTimeout as error:
                 raise BackendTimeoutError(
                     f"no connection to {self.base_url} within {self._connect_s:g} s; is that address right?"
@@ -129,6 +133,24 @@ class HttpUpstream:
             except (httpx.UnsupportedProtocol, httpx.LocalProtocolError) as error:
                 raise BackendProtocolError(f"cannot call {self.base_url}{call.path}: {_cause(error)}") from error
         raise AssertionError("unreachable")
+
+
+    def _headers(self, call: HttpCall) -> Iterator[tuple[bytes, bytes]]:
+        hops = self._hop
+        for name, value in call.headers:
+            if name == HOP_HEADER and hops:
+                hops = f"{value}, {hops}"
+            else:
+                yield name.encode("ascii"), value.encode("latin-1")
+        if hops:
+            yield HOP_HEADER.encode(), hops.encode("latin-1")
+
+    async def _checked(self, response: httpx.Response) -> httpx.Response:
+        if response.status_code == LoopError.status and VERSION_HEADER in response.headers:
+            await response.aclose()
+            raise LoopError(f"calls to {self.base_url} come back to this KVStream; set backend.base_url to the "
+                            "runtime's own address")
+        return response
 
 
 class HttpxResponse:

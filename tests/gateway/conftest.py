@@ -24,6 +24,7 @@ from kvstream.gateway.app import App, AppSettings
 from kvstream.gateway.engine import Engine
 from kvstream.gateway.metrics import Metrics
 from kvstream.gateway.proxy import Proxy, ProxySettings
+from kvstream.gateway.router import Lane as RoutedLane
 from kvstream.gateway.router import Router
 from kvstream.gateway.serve import Gateway, open_gateway
 from kvstream.gateway.settings import access_settings, engine_settings, make_adapter
@@ -217,7 +218,7 @@ async def open_lane(*, split: Any = None, wait: bool = True, knobs: Any = None,
         engine = Engine(make_adapter(config, "http://fake"), upstream, settings, metrics)
         metrics.watch(engine)
         server = config.server
-        router = Router([engine])
+        router = Router([RoutedLane(engine)])
         proxy = Proxy(router.open_answer, metrics, ProxySettings(
             keepalive_s=server.keepalive_s, body_bytes_max=server.body_bytes_max, body_gap_s=server.stall_s,
             answer_bytes_max=config.upstream.answer_bytes_max,
@@ -226,6 +227,7 @@ async def open_lane(*, split: Any = None, wait: bool = True, knobs: Any = None,
                   Access(access_settings(config)))
         async with trio.open_nursery() as nursery:
             await nursery.start(engine.run)
+            nursery.start_soon(router.lanes[0].listed.run)
             while wait and not is_up(engine):
                 await trio.sleep(0.01)
             yield Lane(app, engine, runtime, upstream, nursery)

@@ -22,7 +22,7 @@ async def break_it(lane: Lane, faults: int = 5) -> list[Call]:
 
 async def circuit(lane: Lane) -> str:
     shown = (await lane.status())["breaker"]["state"]
-    assert metric(lane.metrics, "kvstream_breaker_state", state=shown) == 1
+    assert metric(lane.metrics, "kvstream_breaker_state", backend="default", state=shown) == 1
     return str(shown)
 
 

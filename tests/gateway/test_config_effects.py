@@ -468,6 +468,44 @@ def test_requests_with_other_load_options_are_another_group_only_when_asked(grou
     assert keys == ({"m:latest num_ctx=4096", "m:latest num_ctx=8192"} if grouped else {"m:latest"})
 
 
+@effect("backend.name")
+@pytest.mark.parametrize(("name", "shown"), [("", "llamacpp"), ("big", "big")])
+async def test_a_backend_is_called_so(name: str, shown: str) -> None:
+    async with served({"backend.name": name}) as (port, _):
+        status = json.loads((await fetch(port, "GET", "/status"))[1])
+        assert status["lanes"][0]["name"] == shown
+        metrics = (await fetch(port, "GET", "/metrics"))[1].decode()
+        assert f'kvstream_seats{{backend="{shown}",state="total"}} 4.0' in metrics
+
+
+@effect("backend.models")
+async def test_a_backend_serves_these_models_and_no_other(autojump_clock: Any) -> None:
+    async with front({"backend.models": ("one", "two")}) as gw:
+        listed = (await gw.call("GET", "/v1/models")).json
+        assert [entry["id"] for entry in listed["data"]] == ["one", "two"]
+        assert (await gw.chat(model="two")).status == 200 and gw.sent()["model"] == "two"
+        refused = await gw.chat(model="three")
+        assert refused.status == 404 and refused.code == "model_not_found"
+        assert "one, two" in refused.json["error"]["message"]
+
+
+@effect("backend.aliases")
+async def test_an_alias_is_asked_for_by_its_models_name(autojump_clock: Any) -> None:
+    async with front({"backend.aliases": ("gpt-4o=fake-model",)}) as gw:
+        assert (await gw.chat(model="gpt-4o")).status == 200
+        assert gw.sent()["model"] == "fake-model"
+        assert [entry["id"] for entry in (await gw.call("GET", "/v1/models")).json["data"]] == ["fake-model", "gpt-4o"]
+
+
+@effect("backend.rewrite_model")
+@pytest.mark.parametrize(("on", "named"), [(True, b'"model":"gpt-4o"'), (False, b'"model":"fake-model"')])
+async def test_the_answer_has_the_alias_or_the_models_name(autojump_clock: Any, on: bool, named: bytes) -> None:
+    async with front({"backend.aliases": ("gpt-4o=fake-model",), "backend.rewrite_model": on}) as gw:
+        for stream in (True, False):
+            answer = (await gw.chat(model="gpt-4o", stream=stream)).body.replace(b'"model": ', b'"model":')
+            assert named in answer and answer.count(b'"model":') == answer.count(named)
+
+
 # --- upstream ---------------------------------------------------------------------------------------------------------
 
 

@@ -147,6 +147,7 @@ async def test_models_without_a_cache_say_why() -> None:
     async with open_rig(upstream={"keepalive_expiry_s": 0.01}) as rig:
         await rig.fake.pause()
         await trio.sleep(0.05)
+        rig.gateway.router.lanes[0].listed.known = None  # as if it had never been up
         status, body, headers = await rig.get("/v1/models")
         assert status == 503 and error_of(body)["code"] == "backend_unavailable" and int(headers["retry-after"]) >= 1
 
