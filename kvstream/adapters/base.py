@@ -138,7 +138,10 @@ class Done:
 
 @frozen
 class Ping:
-    """A comment or empty frame: proof of life of the connection, never of progress. Not forwarded."""
+    """A comment or empty frame: proof of life of the connection, never of progress. ``raw`` is there when it is an
+    event that the API's clients know; a comment is not forwarded."""
+
+    raw: bytes = b""
 
 
 @frozen
@@ -178,8 +181,9 @@ class AnswerAssembler(Protocol):
 
     def feed(self, event: UpstreamEvent) -> None: ...
 
-    def result(self) -> dict[str, Any]:
-        """The answer as the runtime itself would have given it in one piece."""
+    def result(self) -> Any:
+        """The answer as the runtime itself would have given it in one piece: an object, or a list of them where the
+        route has such answers."""
         ...
 
 

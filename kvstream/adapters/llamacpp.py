@@ -22,7 +22,6 @@ from urllib.parse import quote
 from attrs import frozen
 
 from ..core.types import PoolMode
-from .assemble import Assembler
 from .base import (
     AnswerAssembler,
     Capabilities,
@@ -35,6 +34,7 @@ from .base import (
 )
 from .bodies import ABSENT, dumps, edit
 from .capacity import PAGES_DEFAULT, SEATS_DEFAULT, CapacityNotes, smallest
+from .decode import open_assembler
 from .failure import failed_reply
 from .llamacpp_state import Props, empty_slot, erased, idle_slot, slots_of, streams_of
 from .openai import OpenAIBackend
@@ -71,7 +71,8 @@ class LlamaCppBackend(OpenAIBackend):
         changes = OpenAIBackend.changes(self, request, stream=stream, include_usage=include_usage, slot=slot)
         # A client's own pin is dropped: pinning to a slot that is at work corrupts the answer running there (T0), and
         # only the scheduler knows which are idle. The server wraps ids around, so ours must be in range.
-        changes["id_slot"] = ABSENT if slot is None else slot
+        if route_of(request.route).generates:
+            changes["id_slot"] = ABSENT if slot is None else slot
         return changes
 
     # --- state ---
@@ -214,7 +215,7 @@ class LlamaCppBackend(OpenAIBackend):
         return f"{path}?model={quote(self.model, safe='')}&autoload=false" if self.model else path
 
     def assembler(self, request: ProxyRequest) -> AnswerAssembler:
-        return Assembler(request.route, prefill_of(request.view))
+        return open_assembler(request, prefill_of(request.view))
 
     # --- exact counting ---
 

@@ -8,7 +8,6 @@ from typing import Any, ClassVar
 from attrs import field, frozen
 
 from ..core.types import PoolMode
-from .assemble import Assembler
 from .base import (
     AnswerAssembler,
     Capabilities,
@@ -23,11 +22,11 @@ from .base import (
 )
 from .bodies import ABSENT, edit
 from .capacity import PAGES_DEFAULT, SEATS_DEFAULT, CapacityNotes, smallest
+from .decode import open_assembler, open_decoder
 from .failure import failed_reply
 from .framing import EVENT_BYTES_MAX
 from .metrics import samples_of
 from .routes import OPENAI_ROUTES, route_of
-from .sse import open_decoder
 
 VLLM_SEATS_DEFAULT = 256
 """vLLM pages and preempts by itself and does not tell ``--max-num-seqs``; this is its usual default."""
@@ -96,6 +95,7 @@ class OpenAIBackend:
         tokens_max: int | None = None,
         include_usage: bool = True,
     ) -> HttpCall:
+        stream = stream and route_of(request.route).streams
         changes = self.changes(request, stream=stream, include_usage=include_usage, slot=slot)
         if tokens_max is not None:
             changes.update(_limited(route_of(request.route).limits, request.view, tokens_max))
@@ -105,10 +105,16 @@ class OpenAIBackend:
 
     def changes(self, request: ProxyRequest, *, stream: bool, include_usage: bool, slot: int | None) -> dict[str, Any]:
         """The fields that this runtime must see and the client did not send so. There is no slot to choose here."""
-        view = request.view
+        view, route = request.view, route_of(request.route)
         changes: dict[str, Any] = {}
+        if self.model and not view.get("model"):
+            changes["model"] = self.model
+        if not route.streams:
+            return changes
         if stream or view.get("stream"):
             changes["stream"] = stream
+        if not route.usage_on_request:
+            return changes
         if not stream or not include_usage:
             changes["stream_options"] = ABSENT
         elif not request.stream or self.capabilities.usage_injected:
@@ -117,8 +123,6 @@ class OpenAIBackend:
                 changes["stream_options"] = {"include_usage": True}
             elif isinstance(options, Mapping):  # anything else is the client's mistake, for the runtime to name
                 changes["stream_options"] = {**options, "include_usage": True}
-        if self.model and not view.get("model"):
-            changes["model"] = self.model
         return changes
 
     def headers(self, forwarded: tuple[tuple[str, str], ...] = (), accept: str = "") -> tuple[tuple[str, str], ...]:
@@ -138,7 +142,7 @@ class OpenAIBackend:
         return open_decoder(request, content_type, self.event_bytes_max)
 
     def assembler(self, request: ProxyRequest) -> AnswerAssembler:
-        return Assembler(request.route)
+        return open_assembler(request)
 
     def error(self, reply: HttpReply) -> Failed:
         return failed_reply(reply)

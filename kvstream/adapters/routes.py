@@ -53,6 +53,11 @@ class Route:
         """Whether the answer is made of tokens. Embeddings and rankings only read."""
         return bool(self.limits)
 
+    @property
+    def usage_on_request(self) -> bool:
+        """Whether a stream tells token counts only to those who ask (``stream_options``)."""
+        return self.usage == "chunk"
+
 
 _MAX = ("max_tokens", "max_completion_tokens")
 _NATIVE = ("max_tokens", "n_predict")
@@ -86,10 +91,11 @@ OLLAMA_ROUTES = frozenset(path for path, row in ROUTES.items() if row.dialect ==
     CHAT, COMPLETIONS, EMBEDDINGS}
 """Ollama's own, and what it serves of the others."""
 
-OPENAI_ROUTES = frozenset((CHAT, COMPLETIONS))
+OPENAI_ROUTES = frozenset(path for path, row in ROUTES.items() if path.startswith("/v1/") and row.access != MEDIA)
 """What a server that calls itself OpenAI-compatible may serve; what it does not, it says with a 404."""
 
-LLAMACPP_ROUTES = frozenset((CHAT, COMPLETIONS, "/chat/completions"))
+LLAMACPP_ROUTES = frozenset(
+    path for path, row in ROUTES.items() if row.access != MEDIA and row.dialect != "ollama")
 """``llama-server`` serves all of them; some only with a flag, and then says which."""
 
 

@@ -7,34 +7,26 @@ would have sent, ``[DONE]`` included; for any other client nothing is synthesise
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
-
-from attrs import frozen
 
 from .base import Delta, Done, Failed, UpstreamEvent, Usage
 from .chunks import Choices, parse_json, usage_numbers
 from .failure import error_in, failed_frame
-from .framing import EVENT_BYTES_MAX
+from .frames import StreamPlan
+
+WholeReader = Callable[[Any, StreamPlan], "list[UpstreamEvent] | None"]
 
 DONE_FRAME = b"data: [DONE]\n\n"
 
 
-@frozen
-class StreamPlan:
-    """What a decoder must know about the request. ``progress_asked``: the client itself wants ``prompt_progress``."""
-
-    stream: bool
-    include_usage: bool
-    progress_asked: bool
-    event_bytes_max: int = EVENT_BYTES_MAX
-
-
 class WholeDecoder:
-    """Events of one JSON object. Bounded: a body above the cap is a protocol error."""
+    """Events of one JSON value. Bounded: a body above the cap is a protocol error. ``read`` makes events of it; None
+    says that it is no answer of this route."""
 
-    def __init__(self, plan: StreamPlan) -> None:
+    def __init__(self, plan: StreamPlan, read: WholeReader | None = None) -> None:
         self._plan = plan
+        self._read = read or chat_events
         self._held: bytearray | None = bytearray()
 
     def feed(self, data: bytes) -> list[UpstreamEvent]:
@@ -53,24 +45,29 @@ class WholeDecoder:
         data = parse_json(text)
         if error_in(data) is not None:
             return [failed_frame(data, b"")]
-        if not isinstance(data, dict) or not isinstance(data.get("choices"), list):
+        events = self._read(data, self._plan)
+        if events is None:
             return [Failed("backend_protocol", "the backend answered 200 with a body that is no completion", 502)]
-        return self._events(data)
-
-    def _events(self, data: dict[str, Any]) -> list[UpstreamEvent]:
-        choices = Choices()
-        tokens, piece, ended = choices.read(data["choices"])
-        numbers = usage_numbers(data)
-        raw = frame_of(*_chunks(data)) if self._plan.stream else b""
-        if numbers is not None:
-            tokens = max(tokens, numbers.completion)
-        events: list[UpstreamEvent] = [Delta(raw, data, tokens, piece), *ended]
-        if numbers is not None:
-            shown = self._plan.stream and self._plan.include_usage
-            chunk = {**_head(data), "choices": [], "usage": data["usage"]} if shown and "usage" in data else None
-            events.append(Usage(frame_of(chunk) if chunk else b"", numbers, chunk, standalone=chunk is not None))
-        events.append(Done(DONE_FRAME if self._plan.stream else b"", synthesised=True, unfinished=not choices.finished))
         return events
+
+
+def chat_events(data: Any, plan: StreamPlan) -> list[UpstreamEvent] | None:
+    """Of a chat or a completion."""
+    if not isinstance(data, dict) or not isinstance(data.get("choices"), list):
+        return None
+    choices = Choices()
+    tokens, piece, ended = choices.read(data["choices"])
+    numbers = usage_numbers(data)
+    raw = frame_of(*_chunks(data)) if plan.stream else b""
+    if numbers is not None:
+        tokens = max(tokens, numbers.completion)
+    events: list[UpstreamEvent] = [Delta(raw, data, tokens, piece), *ended]
+    if numbers is not None:
+        shown = plan.stream and plan.include_usage
+        chunk = {**_head(data), "choices": [], "usage": data["usage"]} if shown and "usage" in data else None
+        events.append(Usage(frame_of(chunk) if chunk else b"", numbers, chunk, standalone=chunk is not None))
+    events.append(Done(DONE_FRAME if plan.stream else b"", synthesised=True, unfinished=not choices.finished))
+    return events
 
 
 def frame_of(*chunks: Mapping[str, Any]) -> bytes:

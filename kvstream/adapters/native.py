@@ -1,0 +1,151 @@
+"""llama.cpp's own ``/completion`` and ``/infill``: their stream, and the answer in one piece.
+
+Every object has an ``index`` (which prompt of a list), ``content`` and ``stop``; the one with ``stop: true`` is the
+last of its index and tells the counts. The stream has no other end marker. With several prompts the end is the end of the
+body, since only the runtime knows how many indexes there are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from attrs import define, field
+
+from .base import Delta, Done, Finished, Ping, Progress, UpstreamEvent, Usage, UsageNumbers
+from .chunks import UsageTally, as_count, parse_json, usage_numbers
+from .failure import error_in, failed_frame
+from .frames import TRUNCATED, FrameDecoder, StreamPlan
+from .framing import SseFrame
+from .whole import frame_of
+
+
+class NativeDecoder(FrameDecoder):
+    """Events of a stream."""
+
+    def __init__(self, plan: StreamPlan) -> None:
+        super().__init__(plan)
+        self._seen: set[int] = set()
+        self._ended: set[int] = set()
+        self._tally = UsageTally()
+
+    def ended(self) -> UpstreamEvent:
+        return Done(b"") if self._ended and self._seen <= self._ended else TRUNCATED
+
+    def read(self, frame: SseFrame, events: list[UpstreamEvent]) -> None:
+        text = frame.data.strip() if frame.data is not None else b""
+        if not text or frame.event == b"ping":
+            events.append(Ping())
+            return
+        if text == b"null":  # before the first token, when several prompts were sent
+            events.append(Ping(frame.raw))
+            return
+        if text == b"[DONE]":
+            self.closed = True
+            events.append(Done(frame.raw, unfinished=not (self._ended and self._seen <= self._ended)))
+            return
+        data = parse_json(text)
+        if frame.event == b"error" or error_in(data) is not None:
+            self.closed = True
+            events.append(failed_frame(data if data is not None else text.decode("utf-8", "replace"), frame.raw))
+        elif isinstance(data, dict):
+            self._read_object(frame.raw, data, events)
+        else:
+            events.append(Delta(frame.raw, data))
+
+    def _read_object(self, raw: bytes, data: dict[str, Any], events: list[UpstreamEvent]) -> None:
+        index = as_count(data.get("index"))
+        self._seen.add(index)
+        progress = data.get("prompt_progress")
+        if isinstance(progress, dict):
+            total, cached, done = (as_count(progress.get(key)) for key in ("total", "cache", "processed"))
+            events.append(Progress(raw if self.plan.progress_asked else b"", total, cached, done))
+            return
+        tokens, text = output_of(data)
+        events.append(Delta(raw, data, tokens, text if index == 0 else ""))
+        if data.get("stop") is not True:
+            return
+        self._ended.add(index)
+        events.append(Finished(str(data.get("stop_type") or "stop"), index))
+        events.append(Usage(b"", self._tally.of_choices(numbers_of(data), [data])))
+        if self.plan.single:
+            self.closed = True
+            events.append(Done(b""))
+
+
+def output_of(data: Mapping[str, Any]) -> tuple[int, str]:
+    """(pieces of output, text) of one object. Text may be held back while its bytes are no whole character."""
+    content, ids = data.get("content"), data.get("tokens")
+    text = content if isinstance(content, str) else ""
+    return max(int(bool(text)), len(ids) if isinstance(ids, list) else 0), text
+
+
+def numbers_of(data: Mapping[str, Any]) -> UsageNumbers:
+    """From ``timings``, or from the counts of older builds."""
+    return usage_numbers(data) or UsageNumbers(
+        as_count(data.get("tokens_evaluated")), as_count(data.get("tokens_predicted")))
+
+
+def whole_events(data: Any, plan: StreamPlan) -> list[UpstreamEvent] | None:
+    """Of the object, or the list of them, where a stream was asked for."""
+    parts = data if isinstance(data, list) else [data]
+    if not parts or not all(isinstance(part, dict) and "content" in part for part in parts):
+        return None
+    events: list[UpstreamEvent] = []
+    tally = UsageTally()
+    for index, part in enumerate(parts):
+        numbers = numbers_of(part)
+        tokens, text = output_of(part)
+        raw = frame_of(part) if plan.stream else b""
+        events += [
+            Delta(raw, part, max(tokens, numbers.completion, 1), text if index == 0 else ""),
+            Finished(str(part.get("stop_type") or "stop"), index),
+            Usage(b"", tally.of_choices(numbers, [{"index": index}]))]
+    return [*events, Done(b"", synthesised=True)]
+
+
+@define
+class _Part:
+    """The answer to one prompt in the making."""
+
+    last: dict[str, Any] = field(factory=dict)
+    text: list[str] = field(factory=list)
+    ids: list[Any] = field(factory=list)
+    probabilities: list[Any] | None = None
+
+    def add(self, data: Mapping[str, Any]) -> None:
+        self.last = dict(data)
+        if isinstance(data.get("content"), str):
+            self.text.append(data["content"])
+        if isinstance(data.get("tokens"), list):
+            self.ids.extend(data["tokens"])
+        more = data.get("completion_probabilities")
+        if isinstance(more, list):
+            self.probabilities = self.probabilities or []
+            self.probabilities.extend(more)
+
+    def result(self, with_ids: bool) -> dict[str, Any]:
+        """A stream brings token ids unasked, the answer in one piece does not."""
+        done = self.last | {"content": "".join(self.text), "tokens": self.ids if with_ids else []}
+        if self.probabilities is not None:
+            done["completion_probabilities"] = self.probabilities
+        settings = done.get("generation_settings")
+        if isinstance(settings, Mapping) and "stream" in settings:
+            done["generation_settings"] = {**settings, "stream": False}
+        return done
+
+
+class NativeAssembler:
+    """The object in one piece, or the list of them where there are several."""
+
+    def __init__(self, with_ids: bool = False) -> None:
+        self._with_ids = with_ids
+        self._parts: dict[int, _Part] = {}
+
+    def feed(self, event: UpstreamEvent) -> None:
+        if isinstance(event, Delta) and isinstance(event.data, Mapping):
+            self._parts.setdefault(as_count(event.data.get("index")), _Part()).add(event.data)
+
+    def result(self) -> Any:
+        parts = [self._parts[index].result(self._with_ids) for index in sorted(self._parts)]
+        return parts[0] if len(parts) == 1 else parts
