@@ -173,6 +173,7 @@ def serve(port: int, settings: dict[str, Any]) -> None:
     params.cpuparams.n_threads = 2
     params.model.path = str(model_path())
     params.model_alias = {"smollm2"}
+    params.model.path = settings.pop("model", params.model.path)
     for name, value in settings.items():
         setattr(params, name, value)
     server = xllamacpp.Server(params)

@@ -150,8 +150,8 @@ class Failed:
 
     ``kind`` is a code of ``kvstream.errors``: ``context_length_exceeded``, ``upstream_error``,
     ``upstream_stream_truncated``, ``backend_protocol``, ``model_not_found``, ``model_loading``, ``overloaded``,
-    ``backend_auth``, ``upstream_rejected``, ``invalid_request``. ``retry_after_s`` is what a refusal by status asked
-    for, None if nothing.
+    ``backend_auth``, ``upstream_rejected``, ``route_not_supported``, ``invalid_request``. ``retry_after_s`` is what a
+    refusal by status asked for, None if nothing.
     """
 
     kind: str

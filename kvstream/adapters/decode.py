@@ -10,7 +10,8 @@ from attrs import frozen
 
 from . import messages, native, responses
 from .assemble import Assembler
-from .base import AnswerAssembler, Decoder, ProxyRequest
+from .base import AnswerAssembler, Decoder, ProxyRequest, UsageNumbers
+from .chunks import usage_numbers
 from .frames import FrameDecoder, StreamPlan
 from .framing import EVENT_BYTES_MAX
 from .routes import route_of
@@ -61,6 +62,19 @@ def open_decoder(request: ProxyRequest, content_type: str, event_bytes_max: int 
 def open_assembler(request: ProxyRequest, prefix: str = "") -> AnswerAssembler:
     """What puts the events of a stream together; ``prefix`` as in :class:`assemble.Assembler`."""
     return READINGS[route_of(request.route).form].assembler(request, prefix)
+
+
+def usage_of_whole(answer: Any) -> UsageNumbers | None:
+    """Token counts of an answer in one piece, of whatever form; of a list of them, added up."""
+    if isinstance(answer, list):
+        known = {index: numbers for index, item in enumerate(answer) if (numbers := usage_of_whole(item)) is not None}
+        return native.summed(known) if known else None
+    if not isinstance(answer, dict):
+        return None
+    usage = answer.get("usage")
+    if isinstance(usage, dict) and "input_tokens" in usage:
+        return messages.usage_of(usage) if answer.get("type") == "message" else responses.usage_of(usage)
+    return usage_numbers(answer)
 
 
 def _is_single(view: Mapping[str, Any]) -> bool:

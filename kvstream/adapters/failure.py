@@ -41,7 +41,14 @@ _CLIENT_FAULT = re.compile(
     re.IGNORECASE,
 )
 _BUSY = re.compile(r"server busy, please try again", re.IGNORECASE)  # Ollama, also with two spaces after it
-_NO_ROUTE = re.compile(r"^Unexpected endpoint or method")  # LM Studio, with status 200
+_NO_ROUTE = re.compile(
+    r"^Unexpected endpoint or method"  # LM Studio, with status 200
+    r"|^File Not Found|^Not Found\b|^404 page not found|^Cannot POST "  # llama.cpp, vLLM, Ollama, Node
+    r"|server does not support (embeddings|reranking|infill|completions|chat|this)"  # llama.cpp: a flag is missing
+    r"|^Infill is not supported by this model|model does not support audio input"
+    r"|does not support (embeddings|generate|chat|rerank)\b|does not support Embeddings API",  # Ollama, vLLM
+    re.IGNORECASE,
+)
 _SOURCE_ENDING = re.compile(r"[/\\].*\.(?:cpp|cc|cu|h|hpp|py|go|rs|cs)(?::\d+)*[:;,)\]]*$")
 _UNPRINTABLE = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029\ufffd]+")
 
@@ -106,15 +113,23 @@ def failed(error: Any, *, status: int, raw: bytes = b"") -> Failed:
     return Failed(kind, text, out, raw)
 
 
+def unserved(failed: Failed, kind: str, path: str) -> Failed:
+    """The same failure; where the backend does not serve the route at all, it says which backend and which route."""
+    if failed.kind != "route_not_supported":
+        return failed
+    return evolve(failed, message=f"the backend ({kind}) does not serve {path}: {failed.message.rstrip('.')}. "
+                                  "Use another route, or start or choose a backend that has this one")
+
+
 def _kind(text: str, words: frozenset[str], status: int) -> tuple[str, int]:
     if words & _CONTEXT_TYPES or _TOO_LONG.search(text):
         return "context_length_exceeded", 400
     if status in (401, 403, 407) or words & _AUTH_TYPES:
         return "backend_auth", 502
+    if _NO_ROUTE.search(text) and status in (0, 200, 400, 404, 405, 500, 501):
+        return "route_not_supported", 404
     if _CLIENT_FAULT.search(text):
         return "upstream_rejected", 400
-    if _NO_ROUTE.search(text):
-        return "upstream_rejected", 404
     if status in (0, 500, 503) and _LOADING.search(text):
         return "model_loading", 503
     if words & {"model_not_found"} or (status in (0, 400, 404) and _NO_MODEL.search(text)):

@@ -1,8 +1,8 @@
 """llama.cpp's own ``/completion`` and ``/infill``: their stream, and the answer in one piece.
 
 Every object has an ``index`` (which prompt of a list), ``content`` and ``stop``; the one with ``stop: true`` is the
-last of its index and tells the counts. The stream has no other end marker. With several prompts the end is the end of the
-body, since only the runtime knows how many indexes there are.
+last of its index and tells the counts. The stream has no other end marker. With several prompts the end is the end of
+the body, since only the runtime knows how many indexes there are.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any
 from attrs import define, field
 
 from .base import Delta, Done, Finished, Ping, Progress, UpstreamEvent, Usage, UsageNumbers
-from .chunks import UsageTally, as_count, parse_json, usage_numbers
+from .chunks import as_count, parse_json, usage_numbers
 from .failure import error_in, failed_frame
 from .frames import TRUNCATED, FrameDecoder, StreamPlan
 from .framing import SseFrame
@@ -27,7 +27,7 @@ class NativeDecoder(FrameDecoder):
         super().__init__(plan)
         self._seen: set[int] = set()
         self._ended: set[int] = set()
-        self._tally = UsageTally()
+        self._counts: dict[int, UsageNumbers] = {}
 
     def ended(self) -> UpstreamEvent:
         return Done(b"") if self._ended and self._seen <= self._ended else TRUNCATED
@@ -67,7 +67,8 @@ class NativeDecoder(FrameDecoder):
             return
         self._ended.add(index)
         events.append(Finished(str(data.get("stop_type") or "stop"), index))
-        events.append(Usage(b"", self._tally.of_choices(numbers_of(data), [data])))
+        self._counts[index] = numbers_of(data)
+        events.append(Usage(b"", summed(self._counts)))
         if self.plan.single:
             self.closed = True
             events.append(Done(b""))
@@ -86,21 +87,28 @@ def numbers_of(data: Mapping[str, Any]) -> UsageNumbers:
         as_count(data.get("tokens_evaluated")), as_count(data.get("tokens_predicted")))
 
 
+def summed(counts: Mapping[int, UsageNumbers]) -> UsageNumbers:
+    """Over all indexes: every one has read its own prompt."""
+    cached = [numbers.cached for numbers in counts.values() if numbers.cached is not None]
+    return UsageNumbers(sum(n.prompt for n in counts.values()), sum(n.completion for n in counts.values()),
+                        sum(cached) if cached else None)
+
+
 def whole_events(data: Any, plan: StreamPlan) -> list[UpstreamEvent] | None:
     """Of the object, or the list of them, where a stream was asked for."""
     parts = data if isinstance(data, list) else [data]
     if not parts or not all(isinstance(part, dict) and "content" in part for part in parts):
         return None
     events: list[UpstreamEvent] = []
-    tally = UsageTally()
+    counts: dict[int, UsageNumbers] = {}
     for index, part in enumerate(parts):
-        numbers = numbers_of(part)
+        numbers = counts[index] = numbers_of(part)
         tokens, text = output_of(part)
         raw = frame_of(part) if plan.stream else b""
         events += [
             Delta(raw, part, max(tokens, numbers.completion, 1), text if index == 0 else ""),
             Finished(str(part.get("stop_type") or "stop"), index),
-            Usage(b"", tally.of_choices(numbers, [{"index": index}]))]
+            Usage(b"", summed(counts))]
     return [*events, Done(b"", synthesised=True)]
 
 

@@ -126,11 +126,25 @@ def frames_of(response: Mapping[str, Any]) -> bytes:
     out = [named_frame("response.created", {"type": "response.created", "response": head})]
     items = response.get("output")
     for index, item in enumerate(items if isinstance(items, list) else ()):
-        for name in ("response.output_item.added", "response.output_item.done"):
-            out.append(named_frame(name, {"type": name, "output_index": index, "item": item}))
+        if isinstance(item, Mapping):
+            out += _item_frames(index, item)
     name = "response.incomplete" if response.get("status") == "incomplete" else "response.completed"
     out.append(named_frame(name, {"type": name, "response": response}))
     return b"".join(out)
+
+
+def _item_frames(index: int, item: Mapping[str, Any]) -> list[bytes]:
+    place = {"item_id": item.get("id"), "output_index": index}
+    empty: dict[str, Any] = {key: value for key, value in (("content", []), ("arguments", "")) if key in item}
+    told = [("response.output_item.added", {"output_index": index, "item": {**item, **empty, "status": "in_progress"}})]
+    parts = item.get("content")
+    for part_index, part in enumerate(parts if isinstance(parts, list) else ()):
+        if isinstance(part, Mapping) and isinstance(part.get("text"), str):
+            told.append(("response.output_text.delta", {**place, "content_index": part_index, "delta": part["text"]}))
+    if isinstance(item.get("arguments"), str):
+        told.append(("response.function_call_arguments.delta", {**place, "delta": item["arguments"]}))
+    told.append(("response.output_item.done", {"output_index": index, "item": dict(item)}))
+    return [named_frame(name, {"type": name, **data}) for name, data in told]
 
 
 def whole_events(data: Any, plan: StreamPlan) -> list[UpstreamEvent] | None:

@@ -21,6 +21,7 @@ from ..errors import (
     PredictedWaitError,
     QueueFullError,
     QueueTimeoutError,
+    RouteUnsupportedError,
     ShuttingDownError,
     StreamTruncatedError,
     UpstreamFailedError,
@@ -30,7 +31,8 @@ from ..errors import (
 _KINDS: Mapping[str, type[KVStreamError]] = MappingProxyType({
     error.code: error
     for error in (
-        ContextLengthError, InvalidRequestError, ModelNotFoundError, UpstreamRejectedError, BackendLoadingError,
+        ContextLengthError, InvalidRequestError, ModelNotFoundError, RouteUnsupportedError, UpstreamRejectedError,
+        BackendLoadingError,
         OverloadError, BackendUnavailableError, BackendAuthError, BackendProtocolError, StreamTruncatedError,
         UpstreamFailedError,
     )

@@ -116,8 +116,8 @@ class Proxy:
                 if isinstance(event, Delta):
                     size += len(event.raw)
                     deltas += 1
-                    # One object alone is the answer as it came; several are the lines of one (Ollama).
-                    whole = event.raw if deltas == 1 and event.raw.lstrip(b" \t\r\n")[:1] == b"{" else None
+                    # One value alone is the answer as it came; several are the lines of one (Ollama).
+                    whole = event.raw if deltas == 1 and event.raw.lstrip(b" \t\r\n")[:1] in (b"{", b"[") else None
                 assembler.feed(event)
             if size > self._settings.answer_bytes_max:
                 raise BackendProtocolError(

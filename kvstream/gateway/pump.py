@@ -30,7 +30,9 @@ from ..adapters.base import (
     UpstreamEvent,
     Usage,
 )
-from ..adapters.chunks import usage_numbers
+from ..adapters.decode import usage_of_whole
+from ..adapters.failure import unserved
+from ..adapters.routes import route_of
 from ..core.types import RequestId
 from ..errors import (
     BackendLoadingError,
@@ -82,7 +84,7 @@ class Pump:
         self._times = times
         self._hooks = hooks
         self._include_usage = include_usage
-        self._passthrough = passthrough and not stream.request.stream
+        self._passthrough = not route_of(stream.request.route).streams or (passthrough and not stream.request.stream)
         self._watched = watched
         self._page_tokens = 1 if watched else page_tokens
         self._unposted = 0
@@ -124,7 +126,7 @@ class Pump:
         async with self._upstream.open(call) as response:
             if not 200 <= response.status < 300:
                 stream.sent = False  # the runtime turned it away: no slot is at work on it
-                return self._adapter.error(await _read_error(response))
+                return self._refusal(await _read_error(response))
             stream.answered = True
             if self._passthrough:
                 await self._pass(response, gap)
@@ -133,6 +135,9 @@ class Pump:
             if stream.completed:
                 await _end_body(response)
             return None
+
+    def _refusal(self, reply: HttpReply) -> Failed:
+        return unserved(self._adapter.error(reply), self._adapter.kind, self._stream.request.route)
 
     async def _recover(self, failed: Failed, gap: trio.CancelScope) -> None:
         """Get ready for another attempt after a refusal that may pass, or raise. Nothing was sent to the client yet,
@@ -163,8 +168,9 @@ class Pump:
                 data = b""  # whether that was too early is for the decoder to say: it knows what was still to come
             kept, size, failed = self._take(decoder.feed(data) if data else decoder.finish())
             if kept:
-                self._restart(gap)
-                self._hooks.progress()
+                if not all(isinstance(event, Ping) for event in kept):
+                    self._restart(gap)
+                    self._hooks.progress()
                 await self._put(kept, size, gap)
                 batches += 1
                 await self._take_turns(batches)
@@ -192,6 +198,9 @@ class Pump:
         size = 0
         for event in events:
             if isinstance(event, Ping):
+                if event.raw:
+                    kept.append(event)
+                    size += EVENT_OVERHEAD_BYTES + len(event.raw)
                 continue
             if isinstance(event, Failed):
                 return [*kept, event] if event.raw else kept, size + EVENT_OVERHEAD_BYTES + len(event.raw), event
@@ -213,11 +222,12 @@ class Pump:
         reply = HttpReply(response.status, response.headers, bytes(body))
         answer = reply.json()
         if isinstance(answer, dict) and answer.get("error"):  # LM Studio and others say it with a 200
-            raise error_of(self._adapter.error(reply))
-        if not isinstance(answer, dict):
+            raise error_of(self._refusal(reply))
+        if not isinstance(answer, (dict, list)):
             raise BackendProtocolError("the backend answered 200 with a body that is no JSON object")
-        self._count(1)
-        self._stream.usage = usage_numbers(answer)
+        if route_of(self._stream.request.route).generates:
+            self._count(1)
+        self._stream.usage = usage_of_whole(answer)
         self._flush()
         self._stream.completed = True
         await self._stream.buffer.put([Delta(raw=bytes(body), data=answer)], len(body))

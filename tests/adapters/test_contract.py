@@ -12,12 +12,14 @@ from hypothesis import strategies as st
 
 from kvstream.adapters import ADAPTERS
 from kvstream.adapters.base import CapacityQuery, Delta, Done, Failed, HttpCall, HttpReply, Ping, ProxyRequest
+from kvstream.adapters.routes import ROUTES
 from tests.adapters.transcripts import Transcript, forwarded, load_all, observed, streams
 
 CASES = load_all()
 STREAMS = streams()
 SSE = [case for case in STREAMS if "json" not in case.meta["headers"]["content-type"]]
 # The biggest is fed whole and at random only: byte by byte it takes longer than all the others together.
+STREAMED = frozenset(path for path, row in ROUTES.items() if row.streams)
 SMALL = [case for case in STREAMS if len(case.response) < 16_000]
 
 
@@ -86,12 +88,13 @@ def test_trailing_junk_changes_nothing_after_the_end(case: Transcript) -> None:
 def test_no_bytes_make_a_decoder_raise_and_it_always_ends(pieces: list[bytes]) -> None:
     for kind in ADAPTERS.values():
         for content_type in ("", "application/json"):
-            request = ProxyRequest("/v1/chat/completions", b"{}", {}, stream=True)
-            decoder = kind("http://h").decoder(request, content_type=content_type)
-            events = [event for piece in pieces for event in decoder.feed(piece)] + decoder.finish()
-            assert isinstance(events[-1], (Done, Failed))
-            assert sum(isinstance(event, (Done, Failed)) for event in events) == 1
-            assert decoder.feed(b"data: [DONE]\n\n") == [] and decoder.finish() == []
+            for route in STREAMED & kind("http://h").capabilities.routes:
+                request = ProxyRequest(route, b"{}", {}, stream=True)
+                decoder = kind("http://h").decoder(request, content_type=content_type)
+                events = [event for piece in pieces for event in decoder.feed(piece)] + decoder.finish()
+                assert isinstance(events[-1], (Done, Failed))
+                assert sum(isinstance(event, (Done, Failed)) for event in events) == 1
+                assert decoder.feed(b"data: [DONE]\n\n") == [] and decoder.finish() == []
 
 
 KEYS = [
@@ -113,9 +116,19 @@ KEYS = [
     "function",
     "prompt_progress",
     "total",
+    "type",
+    "output",
+    "content_block",
+    "response",
+    "item",
+    "stop",
+    "tokens",
 ]
+TYPES = ["message_start", "message_delta", "message_stop", "content_block_start", "content_block_delta", "message",
+         "response.created", "response.output_item.added", "response.output_text.delta", "response.completed",
+         "response.failed", "error", "ping", "text", "tool_use", "function_call"]
 JSON = st.recursive(
-    st.none() | st.booleans() | st.integers(-5, 5) | st.text(max_size=4),
+    st.none() | st.booleans() | st.integers(-5, 5) | st.text(max_size=4) | st.sampled_from(TYPES),
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.sampled_from(KEYS), inner, max_size=4),
     max_leaves=12,
 )
@@ -127,8 +140,8 @@ def test_no_json_makes_decoder_or_assembler_raise(objects: list[Any]) -> None:
     body = b"".join(b"data: " + json.dumps(value).encode() + b"\n\n" for value in objects)
     for kind in ADAPTERS.values():
         for content_type, text in (("", body), ("application/json", json.dumps(objects[0] if objects else 0).encode())):
-            for route in ("/v1/chat/completions", "/v1/completions"):
-                backend = kind("http://h")
+            backend = kind("http://h")
+            for route in STREAMED & backend.capabilities.routes:
                 request = ProxyRequest(route, b"{}", {}, stream=True)
                 decoder, assembler = backend.decoder(request, content_type=content_type), backend.assembler(request)
                 for event in decoder.feed(text) + decoder.finish():

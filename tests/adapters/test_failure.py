@@ -49,10 +49,13 @@ OTHERS: list[tuple[int, Any, str, int]] = [
     (400, error("Model not loaded: x:1"), "model_not_found", 404),
     (404, error("No models loaded. Please load a model in the developer page"), "model_not_found", 404),
     (400, error("No OpenAIService provider found for x"), "model_not_found", 404),
-    (404, error("File Not Found", code=404, type="not_found_error"), "upstream_rejected", 404),
+    (404, error("File Not Found", code=404, type="not_found_error"), "route_not_supported", 404),
     (500, error("image input is not supported - hint: you may need mmproj", code=500), "upstream_rejected", 400),
     (500, error("structured tool calling requires model-published opening and closing"), "upstream_rejected", 400),
-    (501, error("This server does not support embeddings", code=501), "upstream_rejected", 400),
+    (501, error("This server does not support embeddings", code=501), "route_not_supported", 404),
+    (501, error("The current model does not support audio input.", code=501), "route_not_supported", 404),
+    (404, {"detail": "Not Found"}, "route_not_supported", 404),
+    (501, error("This server was started without it", code=501), "upstream_rejected", 400),
     (401, error("Invalid API Key", type="authentication_error", code=401), "backend_auth", 502),
     (403, b"forbidden", "backend_auth", 502),
     (422, {"detail": "n is wrong"}, "upstream_rejected", 422),
@@ -61,7 +64,7 @@ OTHERS: list[tuple[int, Any, str, int]] = [
     (500, b"Internal Server Error", "upstream_error", 500),
     (502, b"<html><h1>Bad Gateway</h1></html>", "upstream_error", 502),
     (302, b"", "upstream_error", 502),
-    (200, {"error": "Unexpected endpoint or method. (GET /x)"}, "upstream_rejected", 404),
+    (200, {"error": "Unexpected endpoint or method. (GET /x)"}, "route_not_supported", 404),
 ]
 
 
