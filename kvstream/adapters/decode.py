@@ -61,7 +61,8 @@ def open_decoder(request: ProxyRequest, content_type: str, event_bytes_max: int 
 
 def open_assembler(request: ProxyRequest, prefix: str = "") -> AnswerAssembler:
     """What puts the events of a stream together; ``prefix`` as in :class:`assemble.Assembler`."""
-    return READINGS[route_of(request.route).form].assembler(request, prefix)
+    reading = READINGS.get(route_of(request.route).form)
+    return reading.assembler(request, prefix) if reading else Assembler(request.route)  # nothing to put together
 
 
 def usage_of_whole(answer: Any) -> UsageNumbers | None:

@@ -76,6 +76,12 @@ def log_request(stream: Stream, error: KVStreamError | None) -> None:
     }})
 
 
+def log_passed(name: str, route: str, seconds: float) -> None:
+    """The same for a call that needed no seat."""
+    request_log.info("%s", "served", extra={"fields": {
+        "id": name, "route": route, "outcome": "served", "total_ms": round(seconds * 1000)}})
+
+
 def log_turned_away(name: str, route: str, error: KVStreamError) -> None:
     """The same for a request that never had a place in the queue."""
     outcome = outcome_of_refusal(error)

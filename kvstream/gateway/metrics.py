@@ -123,6 +123,10 @@ class Metrics:
         if outcome == "refused":
             self.refused.labels(error.code).inc()
 
+    def passed(self, route: str) -> None:
+        """Book a call that needed no seat and was answered."""
+        self.requests.labels(route, "served").inc()
+
     def _tokens(self, stream: Stream, route: str) -> None:
         usage = stream.usage
         if stream.answered:

@@ -8,7 +8,7 @@ stands between the proxy and the engines (router, coalescing) takes one and is o
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from contextlib import AbstractAsyncContextManager
 from typing import TYPE_CHECKING, Protocol
 
@@ -90,6 +90,19 @@ class Answer(Protocol):
         """
         ...
 
+
+class Backend(Protocol):
+    """Where a call that needs no seat goes."""
+
+    @property
+    def adapter(self) -> Adapter: ...
+    @property
+    def upstream(self) -> Upstream: ...
+
+
+PickBackend = Callable[["Incoming"], Awaitable[tuple[Backend, ProxyRequest]]]
+"""The backend for a call that needs no seat, and the request as that backend gets it. *Errors*: ``KVStreamError``, when
+there is none."""
 
 OpenAnswer = Callable[["Incoming", str], AbstractAsyncContextManager[Answer]]
 """``open_answer(incoming, request_id)``. Leaving the block, however, leaves the queue or stops the runtime (unless

@@ -12,6 +12,7 @@ import trio
 from attrs import frozen
 
 from ..adapters.base import Delta, Done, Failed, UpstreamEvent, Usage
+from ..adapters.routes import LIGHT, route_of
 from ..errors import BackendProtocolError, KVStreamError
 from .access import identified
 from .asgi import (
@@ -31,7 +32,8 @@ from .asgi import (
 from .dialects import Dialect, dialect_of
 from .logs import log_turned_away
 from .metrics import Metrics
-from .ports import Answer, OpenAnswer
+from .passage import Passage
+from .ports import Answer, OpenAnswer, PickBackend
 from .request import Incoming, parse_request
 
 
@@ -49,8 +51,10 @@ class ProxySettings:
 class Proxy:
     """ASGI handler of the model routes."""
 
-    def __init__(self, open_answer: OpenAnswer, metrics: Metrics, settings: ProxySettings) -> None:
+    def __init__(self, open_answer: OpenAnswer, metrics: Metrics, settings: ProxySettings, *,
+                 pick: PickBackend) -> None:
         self._open_answer = open_answer
+        self._passage = Passage(pick, metrics)
         self._metrics = metrics
         self._settings = settings
 
@@ -79,8 +83,17 @@ class Proxy:
             return
         async with trio.open_nursery() as nursery:
             nursery.start_soon(_cancel_on_disconnect, receive, nursery.cancel_scope)
-            await self._serve(incoming, send, headers, request_id)
+            if route_of(route).access == LIGHT:
+                await self._pass_on(incoming, send, headers, request_id)
+            else:
+                await self._serve(incoming, send, headers, request_id)
             nursery.cancel_scope.cancel()
+
+    async def _pass_on(self, incoming: Incoming, send: Send, headers: Headers, request_id: str) -> None:
+        try:
+            await self._passage.run(incoming, send, headers, request_id)
+        except KVStreamError as error:
+            await send_error(send, error, headers, dialect_of(incoming.proxy.route).envelope(error, request_id))
 
     async def _serve(self, incoming: Incoming, send: Send, headers: Headers, request_id: str) -> None:
         request = incoming.proxy

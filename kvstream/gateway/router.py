@@ -23,7 +23,13 @@ from attrs import define, evolve, field, frozen
 
 from ..adapters.base import Adapter, Health, ProxyRequest, UpstreamEvent, UsageNumbers
 from ..core.types import CountSource
-from ..errors import BackendRefusedError, BackendUnavailableError, ModelNotFoundError, RouteNotFoundError
+from ..errors import (
+    BackendRefusedError,
+    BackendUnavailableError,
+    ModelNotFoundError,
+    RouteUnsupportedError,
+    ShuttingDownError,
+)
 from .count import PromptCount
 from .engine import Engine
 from .listing import FRESH_S, KeptList, refresh
@@ -107,11 +113,18 @@ class Router:
         """What at least one lane serves."""
         return frozenset().union(*(lane.engine.adapter.capabilities.routes for lane in self.lanes))
 
+    async def pick(self, incoming: Incoming) -> tuple[Engine, ProxyRequest]:
+        """See :data:`ports.PickBackend`."""
+        [choice, *_] = await self._choices(incoming)
+        if choice.lane.engine.closing:
+            raise ShuttingDownError("the gateway is shutting down", retry_after_s=5)
+        return choice.lane.engine, choice.incoming.proxy
+
     @asynccontextmanager
     async def open_answer(self, incoming: Incoming, name: str) -> AsyncIterator[Answer]:
         """See :data:`ports.OpenAnswer`.
 
-        *Errors*: also ``ModelNotFoundError``, ``RouteNotFoundError``.
+        *Errors*: also ``ModelNotFoundError``, ``RouteUnsupportedError``.
         """
         choices = await self._ranked(await self._choices(incoming))
         async with AsyncExitStack() as stack:
@@ -135,7 +148,7 @@ class Router:
             raise self._unknown(model)
         able = [c for c in choices if route in c.lane.engine.adapter.capabilities.routes]
         if not able:
-            raise RouteNotFoundError(f"the backend of model {model[:200]!r} has no {route}", param="model")
+            raise RouteUnsupportedError(f"the backend of model {model[:200]!r} has no {route}", param="model")
         return _serving_first(able)
 
     def _of_model(self, incoming: Incoming) -> list[Choice]:

@@ -149,7 +149,7 @@ def _make_server(config: Config, router: Router, metrics: Metrics, sockets: list
     proxy = Proxy(router.open_answer, metrics, ProxySettings(
         keepalive_s=settings.keepalive_s, body_bytes_max=settings.body_bytes_max, body_gap_s=settings.stall_s,
         answer_bytes_max=config.upstream.answer_bytes_max,
-        forward_authorization=config.upstream.forward_authorization))
+        forward_authorization=config.upstream.forward_authorization), pick=router.pick)
     app = App(router, proxy, metrics, AppSettings(
         accepted_hosts(settings.host, settings.allowed_hosts), settings.header_bytes_max, hop),
         lambda: _extra_status(config, embedded), Access(access_settings(config)))

@@ -222,7 +222,7 @@ async def open_lane(*, split: Any = None, wait: bool = True, knobs: Any = None,
         proxy = Proxy(router.open_answer, metrics, ProxySettings(
             keepalive_s=server.keepalive_s, body_bytes_max=server.body_bytes_max, body_gap_s=server.stall_s,
             answer_bytes_max=config.upstream.answer_bytes_max,
-            forward_authorization=config.upstream.forward_authorization))
+            forward_authorization=config.upstream.forward_authorization), pick=router.pick)
         app = App(router, proxy, metrics, AppSettings(frozenset({"localhost"})), dict,
                   Access(access_settings(config)))
         async with trio.open_nursery() as nursery:
