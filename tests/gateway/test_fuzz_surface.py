@@ -19,7 +19,7 @@ from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 from trio.testing import MockClock
 
-from kvstream.adapters.openai import ROUTES
+from kvstream.adapters.routes import ROUTES
 from tests.fakes.client import connect, encode_request
 from tests.gateway.conftest import CHAT, Lane, chat, open_lane, open_rig
 
