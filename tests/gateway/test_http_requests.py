@@ -120,7 +120,7 @@ async def test_an_unknown_priority_is_400(autojump_clock: Any) -> None:
 
 
 @pytest.mark.parametrize(("method", "path", "status"), [
-    ("GET", "/nowhere", 404), ("POST", "/v1/embeddings", 404), ("GET", "/", 404), ("GET", "/v1/models/none", 404),
+    ("GET", "/nowhere", 404), ("POST", "/v1/nothing", 404), ("GET", "/", 404), ("GET", "/v1/models/none", 404),
     ("GET", CHAT, 405), ("PUT", CHAT, 405), ("DELETE", COMPLETIONS, 405), ("POST", "/health", 405),
     ("POST", "/status", 405), ("DELETE", "/v1/models", 405), ("GET", "/%00", 404), ("GET", "/a" * 3000, 404),
 ])  # fmt: skip
