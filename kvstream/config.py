@@ -193,6 +193,21 @@ class SchedulerConfig:
     answer_tokens_default: int = key(512, "Answer length to reserve for a request that sets no limit.", unit="tokens",
                                      low=1)
     backfill: bool = key(True, "Let smaller requests pass a head that does not fit, unless that delays its start.")
+    client_seats_max: int = key(0, "Most requests of one client running at once; 0 = no bound. Requests without a key "
+                                   "are one client.", unit="requests", high=65536)
+    long_prefills_max: int = key(1, "Most long prompts that are read at once, so that running streams keep flowing; "
+                                    "0 = no bound.", unit="requests", high=65536)
+    long_prefill_tokens: int = key(1024, "A prompt is long if more tokens of it than this are not cached.",
+                                   unit="tokens")
+    leader_tokens: int = key(512, "Wait for a request that computes at least this much of the same prefix, or for a "
+                                  "cancelled one's slot that holds it; 0 = never.", unit="tokens")
+    shed: bool = key(True, "Refuse a request at once (503, Retry-After) that would wait longer than max_wait_s.")
+    shed_probe_every: int = key(16, "Let every so-many-th of those wait all the same.", unit="requests", low=1)
+    cold_after_s: float = key(300.0, "A runtime that loads on demand gets one request for a model alone at first, and "
+                                     "again if that model was not used for this long.", unit="seconds", low=0.001)
+    exclusive_models: bool = key(False, "Serve one model at a time, where a second one would push the first out.")
+    switch_wait_s: float = key(10.0, "With exclusive_models, how long requests of the model in use may pass one of "
+                                     "another.", unit="seconds")
 
 
 @frozen

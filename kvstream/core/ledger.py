@@ -164,6 +164,8 @@ class Ledger:
             tokens=waiting.tokens,
             tokens_max=waiting.tokens_max,
             client=waiting.client,
+            group=waiting.group,
+            seats=waiting.seats,
             arrived=waiting.arrived,
             admitted=now,
             table=PageTable.of([*(node.page for node in run), *taken], waiting.tokens, self.limits.page_tokens),
@@ -173,6 +175,13 @@ class Ledger:
             epoch=self.epoch,
             tokens_cached=tokens_cached,
         )
+
+    def share_prompt(self, run: Running, now: float) -> None:
+        """The prompt of a running request is computed. Where running requests share pages, later ones may use it now,
+        not only when this one has ended."""
+        if self.limits.shares_prefix and run.epoch == self.epoch and self._settings.prefix_enabled:
+            full = min(len(run.keys), run.tokens // run.table.page_tokens)
+            run.path = self.tree.extend(run.path, run.keys[:full], run.table.first_pages(full), now)
 
     def grow(self, run: Running, tokens: int) -> bool:
         """Account for answer tokens that are in the runtime's KV already; True when the request must be stopped."""

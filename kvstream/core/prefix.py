@@ -60,6 +60,11 @@ class PrefixTree:
         self.evictable = 0
 
     @property
+    def pages_max(self) -> int:
+        """The deepest path that is remembered."""
+        return self._pages_max
+
+    @property
     def locked(self) -> int:
         return self.size - self.evictable
 
@@ -123,6 +128,30 @@ class PrefixTree:
         if parent is not None:
             self._push(parent)
         return added
+
+    def extend(
+        self, path: Sequence[PrefixNode], keys: Sequence[PageKey], pages: Sequence[PageId], now: float
+    ) -> Sequence[PrefixNode]:
+        """Remember the pages of a table that runs on ``path`` and goes on using them: the longer path it has locked.
+
+        ``keys`` and ``pages`` are the table's from its start. The walk ends at a page that is known already as somebody
+        else's copy: the table does not use that one, so it cannot lock what lies below.
+        """
+        children = path[-1].children if path else self._roots
+        parent, added = path[-1] if path else None, []
+        for node in path:
+            node.stamp = now
+        for key, page in zip(keys[len(path) : self._pages_max], pages[len(path) :], strict=False):
+            if key.digest in children:
+                break
+            node = PrefixNode(key, page, parent, now)
+            node.locks = 1
+            self._pool.share((page,))
+            children[key.digest] = node
+            added.append(node)
+            parent, children = node, node.children
+        self.size += len(added)
+        return [*path, *added] if added else path
 
     def evict(self, n: int) -> int:
         """Give up to ``n`` unlocked pages back to the pool, least recently used first, tails first."""

@@ -1,19 +1,14 @@
 """The bounded, ordered queue of waiting requests.
 
-Theory of operation. Every class and client has a *flow*: its requests sorted by arrival + handicap (see ``policy``), a
-key that never changes while a request waits, so plain bisection keeps the list sorted and one request leaving never
-moves the others. Within a class the flows are fair to each other: the head of a flow stands at
-
-    claim + handicap,   claim = max(its arrival, the last grant to its flow)
-
-so a client's turn ages from its own last turn, not from when it threw its thousand requests in. A flood and a polite
-client then alternate, and nobody needs a configured share. One client alone (or requests without a client name, which
-are one client) are simply in order. The flows of a class are themselves kept in one sorted list, touched only when a
-flow's head changes or is granted.
+Theory of operation. Requests stand in *sections* (see ``flows``): one for all that wait for nothing but their turn, and
+one for each gate that somebody waits for. The section of a gate is held until ``release``; then its requests compete
+again, with the claims they always had. Who was found waiting behind a gate is moved to its section once; after that the
+section opens and closes as a whole. So a gate that a thousand requests wait for costs nothing per step, and never keeps
+from its turn anybody who does not wait for it.
 
 *Ageing* between classes moves nothing either. A claim that is k times ``ageing_s`` old counts as k classes higher. In
-each class the oldest claims come first, so only the three heads of the classes are ever compared: by class as aged,
-then by claim. A promoted request is then ahead of all of the higher class that came after it, however many.
+each class the oldest claims come first, so only the heads of the classes are ever compared: by class as aged, then by
+claim. A promoted request is then ahead of all of the higher class that came after it, however many.
 
 Bisection on a Python list moves pointers, 8 bytes per entry: about 2 us at 10,000 entries, less than a heap costs in
 comparisons, and unlike a heap it gives the next candidates for backfill and the positions for nothing.
@@ -23,54 +18,32 @@ Deadlines live in a heap with lazy deletion, rebuilt when it is mostly stale.
 
 from __future__ import annotations
 
-from bisect import bisect_left, insort
+from bisect import bisect_left
 from collections.abc import Iterator
 from heapq import heapify, heappop, heappush, heapreplace
-from math import inf
+from math import ceil
 from typing import Final
 
-from .state import Waiting
-from .types import AccountingBug, Priority, RequestId
+from .flows import WEIGHT_MAX, WEIGHT_MIN, Flow, Section, Share, Standing, standing
+from .state import OPEN, Gate, Waiting
+from .types import AccountingBug, Priority, RequestId, Why
 
 DEADLINE_SLACK: Final = 64  # stale deadlines tolerated beyond twice the queue's length
-
-Place = tuple[float, int]  # arrival + handicap, order of submission
-
-
-class Flow:
-    """One client's requests of one class, best first."""
-
-    __slots__ = ("claim", "entries", "level", "place", "turn")
-
-    def __init__(self, level: int) -> None:
-        self.level = level  # the class's rank, 0 is the most urgent
-        self.entries: list[tuple[float, int, Waiting]] = []
-        self.turn = -inf  # when this flow was last granted a seat
-        self.claim = inf  # since when the head has been next in this flow
-        self.place: Place = (inf, 0)
-
-    def claim_of_head(self) -> float:
-        return max(self.entries[0][2].arrived, self.turn)
-
-    def place_of_head(self) -> Place:
-        _, seq, waiting = self.entries[0]
-        return self.claim_of_head() + waiting.handicap_s, seq
-
-
-# Class as aged, a place, and which entry of which flow stands there; the order of submission makes it unique.
-Standing = tuple[int, float, int, int, Flow]
+MERGE_MAX: Final = 64  # most requests that are moved back one by one when a gate is gone for good
+SHARES_COUNTED_MAX: Final = 256  # clients beyond which ``ahead`` takes a bound instead of adding up
 
 
 class WaitingQueue:
     """All waiting requests of one lane. ``ageing_s`` of waiting make up for one class."""
 
-    __slots__ = ("_ageing_s", "_by_rid", "_deadlines", "_flows", "_orders", "bytes")
+    __slots__ = ("_ageing_s", "_by_rid", "_deadlines", "_open", "_sections", "_shares", "bytes")
 
     def __init__(self, ageing_s: float) -> None:
         self._ageing_s = ageing_s
         self._by_rid: dict[RequestId, Waiting] = {}
-        self._flows: dict[tuple[Priority, str], Flow] = {}
-        self._orders: tuple[list[tuple[float, int, Flow]], ...] = tuple([] for _ in Priority)  # by place of the head
+        self._shares: dict[tuple[Priority, str], Share] = {}
+        self._sections: dict[Gate, Section] = {OPEN: Section(OPEN)}
+        self._open: dict[Gate, Section] = dict(self._sections)
         self._deadlines: list[tuple[float, int, Waiting]] = []
         self.bytes = 0
 
@@ -92,6 +65,11 @@ class WaitingQueue:
             raise AccountingBug(f"request {waiting.rid} is already waiting")
         self._by_rid[waiting.rid] = waiting
         self.bytes += waiting.bytes
+        share = self._shares.get((waiting.priority, waiting.client))
+        if share is None:
+            share = self._shares[waiting.priority, waiting.client] = Share(waiting.priority.value)
+        share.count += 1
+        share.weight = min(max(WEIGHT_MIN, waiting.weight), WEIGHT_MAX)
         self._enter(waiting)
         heappush(self._deadlines, (waiting.deadline, waiting.seq, waiting))
 
@@ -99,52 +77,143 @@ class WaitingQueue:
         """Take a request out; ``granted`` is the time when it leaves for a seat, its client's turn."""
         waiting = self._by_rid.pop(rid)
         self.bytes -= waiting.bytes
-        self._leave(waiting, granted)
-        if not self._flows[waiting.priority, waiting.client].entries:
-            del self._flows[waiting.priority, waiting.client]
+        share = self._shares[waiting.priority, waiting.client]
+        if granted is not None:
+            claim = self._sections[waiting.gate].flows[waiting.priority, waiting.client].claim
+            share.grant(claim, granted, self._ageing_s)
+        self._leave(waiting)
+        share.count -= 1
+        if not share.count:
+            del self._shares[waiting.priority, waiting.client]
+        elif granted is not None:
+            for flow in share.flows:
+                if flow.place != flow.place_of_head():
+                    flow.section.replace(flow)
         if len(self._deadlines) > 2 * len(self._by_rid) + DEADLINE_SLACK:
             self._deadlines = [(w.deadline, w.seq, w) for w in self._by_rid.values()]
             heapify(self._deadlines)
         return waiting
 
     def reorder(self, waiting: Waiting, handicap_s: float) -> None:
-        """Give a waiting request a new handicap (its prompt was counted again)."""
-        self._leave(waiting, None)
-        waiting.handicap_s = handicap_s
+        """Give a waiting request a new handicap (its prompt was counted again). What it waits for is found anew."""
+        self._leave(waiting)
+        waiting.handicap_s, waiting.gate = handicap_s, OPEN
         self._enter(waiting)
+
+    # --- gates ------------------------------------------------------------------------------------------------------
+
+    def hold(self, waiting: Waiting, gate: Gate) -> bool:
+        """``gate`` is closed, and this request waits for it. Whether that is new for this request."""
+        fresh = waiting.gate != gate
+        if fresh:
+            self._leave(waiting)
+            waiting.gate = gate
+            self._enter(waiting)
+        section = self._sections[gate]
+        section.why = gate[0]
+        self._open.pop(gate, None)
+        return fresh
+
+    def release(self, gate: Gate, *, for_good: bool = False) -> bool:
+        """``gate`` has opened, ``for_good`` if it will not close again. Whether anybody waited for it."""
+        section = self._sections.get(gate)
+        if section is None or section.why is None:
+            return False
+        section.why = None
+        self._open[gate] = section
+        if for_good and section.count <= MERGE_MAX:
+            for waiting in [entry[2] for flow in section.flows.values() for entry in flow.entries]:
+                self._leave(waiting)
+                waiting.gate = OPEN
+                self._enter(waiting)
+        return True
+
+    def holds(self, gate: Gate) -> int:
+        """How many requests are held back by ``gate``."""
+        section = self._sections.get(gate)
+        return 0 if section is None or section.why is None else section.count
+
+    def held(self) -> Iterator[Section]:
+        """The sections that are held back."""
+        return (section for section in self._sections.values() if section.why is not None)
+
+    def held_by_why(self) -> dict[Why, int]:
+        """How many requests are held back, by reason."""
+        counts: dict[Why, int] = {}
+        for section in self.held():
+            if section.why is not None:
+                counts[section.why] = counts.get(section.why, 0) + section.count
+        return counts
+
+    def best_of(self, section: Section, now: float) -> Standing:
+        """Who is first in a section, which is never empty."""
+        best = section.best(now, self._ageing_s)
+        assert best is not None
+        return best
+
+    def why(self, waiting: Waiting) -> Why | None:
+        """The gate that holds a request back; None when only its place does."""
+        return self._sections[waiting.gate].why
+
+    # --- order ------------------------------------------------------------------------------------------------------
 
     def head(self, now: float) -> Waiting | None:
         """The request that is to be granted next."""
-        best = min((self._standing(order[0][2], now) for order in self._orders if order), default=None)
-        return None if best is None else best[4].entries[0][2]
+        found: Standing | None = None
+        for section in self._open.values():
+            best = section.best(now, self._ageing_s)
+            if best is not None and (found is None or best < found):
+                found = best
+        return None if found is None else found[4].entries[0][2]
 
-    def upcoming(self, now: float) -> Iterator[Waiting]:
-        """Waiting requests in the order in which they would be granted if all grants happened now.
+    def upcoming(self, now: float, *, held: bool = False) -> Iterator[Waiting]:
+        """Waiting requests in the order in which they would be granted if all grants happened now; with ``held`` also
+        those behind a gate, as if it were open.
 
         Lazy, a merge of the flows: the first k cost O(k log k). Do not change the queue while iterating.
         """
-        merged = [self._standing(order[0][2], now) for order in self._orders if order]
+        sections = self._sections if held else self._open
+        orders = [order for section in sections.values() for order in section.orders if order]
+        merged = [(*standing(order[0][2], now, self._ageing_s), number) for number, order in enumerate(orders)]
         heapify(merged)
-        opened = [1 for _ in self._orders]
+        opened = [1] * len(orders)
+        shown: set[Share] = set()  # clients that had their turn
         while merged:
-            _, _, _, index, flow = merged[0]
-            yield flow.entries[index][2]
-            level = flow.level
-            if index + 1 < len(flow.entries):
-                _, seq, waiting = flow.entries[index + 1]
-                # Its claim would be now.
-                heapreplace(merged, (level, now + waiting.handicap_s, seq, index + 1, flow))
+            _, _, _, index, flow, number = merged[0]
+            level, at = flow.share.level, max(index, 0)
+            _, seq, waiting = flow.entries[at]
+            if index == 0 and flow.share in shown:  # its client's turn came in another section: its claim would be now
+                heapreplace(merged, (level, now + waiting.handicap_s, seq, -1, flow, number))
             else:
-                heappop(merged)
-            if index == 0 and opened[level] < len(self._orders[level]):
-                heappush(merged, self._standing(self._orders[level][opened[level]][2], now))
-                opened[level] += 1
+                yield waiting
+                shown.add(flow.share)
+                if at + 1 < len(flow.entries):
+                    _, seq, waiting = flow.entries[at + 1]
+                    heapreplace(merged, (level, now + waiting.handicap_s, seq, at + 1, flow, number))
+                else:
+                    heappop(merged)
+            if index == 0 and opened[number] < len(orders[number]):
+                heappush(merged, (*standing(orders[number][opened[number]][2], now, self._ageing_s), number))
+                opened[number] += 1
 
-    def _standing(self, flow: Flow, now: float) -> Standing:
-        level = flow.level
-        if level:
-            level = max(0, level - int((now - flow.claim) / self._ageing_s)) if self._ageing_s else 0
-        return level, flow.place[0], flow.place[1], 0, flow
+    def ahead(self, waiting: Waiting) -> int:
+        """How many requests will be granted before this one, if nobody comes any more: those of its own client before
+        it, for each turn of its client the due turns of the others of its class, and all of the classes above."""
+        share = self._shares[waiting.priority, waiting.client]
+        place = waiting.arrived + waiting.handicap_s, waiting.seq
+        mine = sum(bisect_left(flow.entries, place) for flow in share.flows)
+        rounds = mine + 1
+        if len(self._shares) > SHARES_COUNTED_MAX:
+            return mine + min(len(self) - share.count, rounds * len(self._shares))
+        others = 0
+        for other in self._shares.values():
+            if other.level < share.level:
+                others += other.count
+            elif other.level == share.level and other is not share:
+                others += min(other.count, ceil(rounds * other.weight / share.weight))
+        return mine + others
+
+    # --- deadlines --------------------------------------------------------------------------------------------------
 
     def expired(self, now: float) -> Iterator[Waiting]:
         """Requests whose deadline has come, still in the queue: the caller removes each before asking for the next."""
@@ -161,53 +230,40 @@ class WaitingQueue:
             heappop(self._deadlines)
         return None
 
+    # --- inside -----------------------------------------------------------------------------------------------------
+
     def _enter(self, waiting: Waiting) -> None:
-        flow = self._flows.get((waiting.priority, waiting.client))
-        if flow is None:
-            flow = self._flows[waiting.priority, waiting.client] = Flow(waiting.priority.value)
-        insort(flow.entries, (waiting.arrived + waiting.handicap_s, waiting.seq, waiting))
-        if flow.entries[0][2] is waiting:
-            self._replace(flow)
+        section = self._sections.get(waiting.gate)
+        if section is None:
+            section = self._sections[waiting.gate] = self._open[waiting.gate] = Section(waiting.gate)
+        section.enter(waiting, self._shares[waiting.priority, waiting.client])
 
-    def _leave(self, waiting: Waiting, granted: float | None) -> None:
-        flow = self._flows[waiting.priority, waiting.client]
-        # The pair compares below the triple of the same request, so bisection lands on it.
-        index = bisect_left(flow.entries, (waiting.arrived + waiting.handicap_s, waiting.seq))
-        assert flow.entries[index][2] is waiting
-        del flow.entries[index]
-        if granted is not None:
-            flow.turn = granted
-        if index == 0 or granted is not None:
-            self._replace(flow)
-
-    def _replace(self, flow: Flow) -> None:
-        """Put a flow where its head belongs."""
-        order = self._orders[flow.level]
-        if flow.place[0] < inf:
-            del order[bisect_left(order, flow.place)]
-        if flow.entries:
-            flow.claim, flow.place = flow.claim_of_head(), flow.place_of_head()
-            insort(order, (*flow.place, flow))
-        else:
-            flow.place = (inf, 0)
+    def _leave(self, waiting: Waiting) -> None:
+        section = self._sections[waiting.gate]
+        section.leave(waiting)
+        if not section.count and section.gate != OPEN:
+            del self._sections[section.gate]
+            self._open.pop(section.gate, None)
 
     def check(self) -> None:
         """Raise AssertionError unless lists, places, bytes and deadlines agree."""
-        listed = [entry[2] for flow in self._flows.values() for entry in flow.entries]
+        listed = [
+            entry[2]
+            for section in self._sections.values()
+            for flow in section.flows.values()
+            for entry in flow.entries
+        ]
         assert len(listed) == len(self._by_rid), "a waiting request is in no flow, or in two"
         assert all(self._by_rid.get(w.rid) is w for w in listed)
         assert self.bytes == sum(w.bytes for w in listed)
-        assert sum(len(order) for order in self._orders) == len(self._flows), "a flow is in no order, or in two"
-        for (priority, client), flow in self._flows.items():
-            assert flow.level == priority.value
-            assert all(entry[2].priority is priority and entry[2].client == client for entry in flow.entries)
-            assert (*flow.place, flow) in self._orders[flow.level], "a flow is lost"
-            assert (flow.claim, flow.place) == (flow.claim_of_head(), flow.place_of_head()), (
-                "a flow stands where its head does not"
-            )
-            keys = [entry[:2] for entry in flow.entries]
-            assert keys == sorted(keys), "a flow out of order"
-        for order in self._orders:
-            assert [place[:2] for place in order] == sorted(place[:2] for place in order), "flows out of order"
+        for gate, section in self._sections.items():
+            section.check()
+            assert section.count or gate == OPEN, "an empty section is kept"
+            assert (section.why is None) == (gate in self._open), "a section both held and open, or neither"
+        flows: list[Flow] = [flow for section in self._sections.values() for flow in section.flows.values()]
+        assert sum(len(share.flows) for share in self._shares.values()) == len(flows), "a flow of no client"
+        for (priority, client), share in self._shares.items():
+            assert share.level == priority.value
+            assert share.count == sum(len(flow.entries) for flow in share.flows) > 0, f"{client!r} miscounted"
         due = {id(entry[2]) for entry in self._deadlines}
         assert all(id(w) in due for w in listed), "a waiting request without a deadline"

@@ -5,10 +5,10 @@ the seats and, through the ledger, the pages. One ``step`` applies the events in
 waited too long, then admits. A request is in exactly one place: waiting, running (which includes *draining*: its answer
 is over but the runtime may still be busy with it, so seat and pages stay taken), or forgotten.
 
-Admission looks at the head of the queue only. Without a free seat nothing happens. When the head lacks pages, a bounded
-number of requests behind it may pass, if its own predicted start does not move (``policy``). Queue bounds are enforced
-last, on this step's newcomers in their order, so that a burst that finds idle seats is not refused for a short queue.
-``retry_after_s`` is what a request that came back now, behind all that wait, would have to wait.
+``admission`` gives seats to the next in line, as gates and pages allow. Bounds are enforced last, on this step's
+newcomers in their order, so that a burst that finds idle seats is not refused for a short queue: the queue's length and
+bytes, and the wait that is to be expected (``shedding``). ``retry_after_s`` of the other refusals is what a request
+that came back now, behind all that wait, would have to wait.
 
 Nothing is admitted before the first ``BackendUp`` (capacity is unknown, so nothing can be called too long either) nor
 while the backend is down. Events about requests that are already forgotten are ignored: the shell and the runtime
@@ -22,15 +22,16 @@ from itertools import islice
 from math import inf
 
 from . import messages as m
+from .admission import Admission
 from .ledger import Ledger
-from .policy import Horizon, handicap_s, plan_horizon, predicted_work
-from .prefix import PrefixNode
+from .policy import handicap_s, predicted_work
 from .queue import WaitingQueue
 from .rate import ServiceRate
 from .settings import SchedulerSettings
+from .shedding import Shedder
 from .snapshot import Counters, RunningView, Seats, Snapshot, TierPages, WaitingView
 from .state import Running, Tally, Waiting
-from .types import AccountingBug, EndReason, PageKey, RefuseReason, RequestId
+from .types import AccountingBug, EndReason, PageKey, RefuseReason, RequestId, Why
 
 __all__ = ["Scheduler", "SchedulerSettings"]
 
@@ -51,11 +52,10 @@ class Scheduler:
         self._seq = 0
         self._newcomers: list[Waiting] = []
         self._actions: list[m.Action] = []
-        self._looked: tuple[int, int] | None = None  # when nobody could pass the head: changes so far, pages available
-        self._changes = 0  # of anything but the length of answers
-        self._seats_used = 0  # by those running, draining ones included
-        self._seats_bound = 0  # most that may be running: the seats, or what a shrunk backend still runs
         self._tally = Tally()
+        self._admission = Admission(settings, self._queue, self._running, self._tally)
+        self._shedder = Shedder(
+            probe_every=settings.shed_probe_every, window_s=max(settings.service_window_s, settings.wait_s_max))
 
     # --- the contract -----------------------------------------------------------------------------------------------
 
@@ -66,15 +66,17 @@ class Scheduler:
         """
         now = self._now = max(self._now, now)
         self._actions, self._newcomers = [], []
+        self._shedder.advance(now)
         for event in events:
             self._apply(event, now)
-        self._changes += any(type(event) is not m.Produced for event in events)
+        self._admission.changes += any(type(event) is not m.Produced for event in events)
         for waiting in self._queue.expired(now):
             self._turn_away(waiting, RefuseReason.TIMEOUT, self._rate.wait_s(now, len(self._queue) - 1))
         if self._ledger is not None:
             self._ledger.expire(now)
             if self._up:
-                self._admit_all(self._ledger, now)
+                self._actions += self._admission.run(self._ledger, now)
+        self._shedder.settle(self._is_busy(now))
         self._bound_newcomers(now)
         return self._actions
 
@@ -93,8 +95,7 @@ class Scheduler:
         """Raise AssertionError if the books are wrong. Costs time in proportion to everything that is held."""
         self._queue.check()
         assert not any(rid in self._queue for rid in self._running), "waiting and running"
-        assert self._seats_used == sum(run.seats for run in self._running.values()), "seats miscounted"
-        assert self._seats_used <= self._seats_bound, "more running than seats"
+        self._admission.check()
         if self._ledger is None:
             assert not self._running
         else:
@@ -103,18 +104,22 @@ class Scheduler:
     def snapshot(self, now: float) -> Snapshot:
         """A frozen copy for people and metrics. Changes nothing."""
         now = max(now, self._now)
-        shown = islice(self._queue.upcoming(now), self.settings.waiting_shown_max)
+        shown = islice(self._queue.upcoming(now, held=True), self.settings.waiting_shown_max)
         ledger = self._ledger
         return Snapshot(
             now=now,
-            waiting=tuple(WaitingView.of(waiting, place, now) for place, waiting in enumerate(shown, 1)),
+            waiting=tuple(WaitingView.of(waiting, place, now, self._queue.why(waiting) or self._blocked)
+                          for place, waiting in enumerate(shown, 1)),
             waiting_total=len(self._queue),
             waiting_bytes=self._queue.bytes,
             running=tuple(RunningView.of(run, now) for run in self._running.values()),
             up=self._up,
             closing=self._closing,
+            held=self._queue.held_by_why(),
+            limit=self._admission.throttle.limit,
             seats=Seats(
-                self._seats(), self._seats_used, sum(r.seats for r in self._running.values() if r.draining)),
+                self._admission.seats(ledger), self._admission.seats_used,
+                sum(r.seats for r in self._running.values() if r.draining)),
             pages=(TierPages.of(ledger.pool, ledger.tree.evictable), TierPages.of(ledger.host)) if ledger else (),
             prefix_nodes=ledger.tree.size if ledger else 0,
             prefix_tokens=ledger.tree.size * ledger.limits.page_tokens if ledger else 0,
@@ -129,7 +134,7 @@ class Scheduler:
     def _apply(self, event: m.Event, now: float) -> None:
         match event:
             case m.Produced():
-                self._produced(event)
+                self._produced(event, now)
             case m.Submitted():
                 self._submitted(event, now)
             case m.Ended():
@@ -141,13 +146,15 @@ class Scheduler:
             case m.Recounted():
                 self._recounted(event)
             case m.BackendUp():
-                self._backend_up(event)
+                self._backend_up(event, now)
             case m.BackendDown(refuse):
                 self._up, self._refusing = False, refuse
                 if refuse:
                     self._turn_all_away(RefuseReason.BACKEND_DOWN)
-            case m.Narrowed() | m.Warmed():
-                pass
+            case m.Narrowed(seats):
+                self._admission.throttle.narrow(seats)
+            case m.Warmed(group):
+                self._admission.gates.groups.warm(group, now)
             case m.Closing(refuse_waiting):
                 self._closing = True
                 if refuse_waiting:
@@ -180,11 +187,14 @@ class Scheduler:
         if not self._turned_away_too_long(waiting):
             self._queue.reorder(waiting, self._handicap_s(waiting))
 
-    def _produced(self, event: m.Produced) -> None:
+    def _produced(self, event: m.Produced, now: float) -> None:
         run = self._running.get(event.rid)
         if run is None or self._ledger is None:
             return
         run.produced += event.tokens
+        if run.filling and run.produced and not run.draining:
+            self._ledger.share_prompt(run, now)
+            self._admission.alive(run, self._ledger, now)
         if self._ledger.grow(run, event.tokens) and not run.truncated:
             run.truncated = True
             self._tally.truncated += 1
@@ -201,7 +211,9 @@ class Scheduler:
             run.produced = max(run.produced, event.tokens or 0)
             run.computed = event.reason is EndReason.FINISHED or run.produced > 0
         if event.draining:
-            run.draining = True
+            if not run.draining:
+                run.draining = True
+                self._admission.gates.over(run, now)
         else:
             self._close(run, now)
 
@@ -209,19 +221,23 @@ class Scheduler:
         assert self._ledger is not None  # nothing runs before capacity is known
         self._ledger.close(run, now, register=run.computed)
         del self._running[run.rid]
-        self._seats_used -= run.seats
-        self._seats_bound = max(self._seats(), self._seats_used)
+        self._admission.closed(run, self._ledger, now, served=run.computed)
         self._tally.ended += 1
         self._rate.note_end(now)
+        self._shedder.note_end()
 
-    def _backend_up(self, event: m.BackendUp) -> None:
+    def _backend_up(self, event: m.BackendUp, now: float) -> None:
         before = None if self._ledger is None else self._ledger.limits
         self._up, self._refusing = True, False
         if self._ledger is None:
             self._ledger = Ledger(self.settings, event.limits)
         else:
             self._ledger.set_limits(event.limits, event.fresh)
-        self._seats_bound = max(self._seats(), self._seats_used)
+        if event.fresh:
+            self._admission.gates.groups.forget()
+        if event.ramp:
+            self._admission.throttle.ramp()
+        self._admission.bound(self._ledger)
         if before == event.limits:
             return
         for waiting in self._queue:
@@ -246,7 +262,7 @@ class Scheduler:
 
     def _turn_away(self, waiting: Waiting, why: RefuseReason, retry_after_s: float | None = None) -> None:
         self._queue.remove(waiting.rid)
-        self._changes += 1
+        self._admission.changes += 1
         self._refuse(waiting, why, retry_after_s)
 
     def _refuse(self, waiting: Waiting, why: RefuseReason, retry_after_s: float | None = None) -> None:
@@ -263,13 +279,31 @@ class Scheduler:
                 self._turn_away(waiting, RefuseReason.QUEUE_FULL, self._rate.wait_s(now, count))
             elif size + waiting.bytes > self.settings.queue_bytes_max:
                 self._turn_away(waiting, RefuseReason.QUEUE_BYTES, self._rate.wait_s(now, count))
-            else:
+            elif not self._shed(waiting, now):
                 count, size = count + 1, size + waiting.bytes
 
-    # --- admitting --------------------------------------------------------------------------------------------------
+    def _is_busy(self, now: float) -> bool:
+        """Whether somebody waits for nothing but place. Others say nothing about how fast the lane can serve."""
+        return self._up and self._blocked in ("seat", "pages") and self._queue.head(now) is not None
 
-    def _seats(self) -> int:
-        return 0 if self._ledger is None else min(self.settings.seats_max, self._ledger.limits.seats)
+    @property
+    def _blocked(self) -> Why:
+        return self._admission.blocked if self._up and self._ledger is not None else "backend"
+
+    def _shed(self, waiting: Waiting, now: float) -> bool:
+        """Refuse a newcomer that would wait past its deadline, unless it is to find out whether it would."""
+        patience_s = waiting.deadline - now
+        if not self.settings.shed or not self._is_busy(now) or not self._shedder.is_late(len(self._queue), patience_s):
+            return False
+        ahead = self._queue.ahead(waiting)
+        if not self._shedder.is_late(ahead, patience_s):
+            return False
+        retry_after_s = self._shedder.retry_after_s(ahead, patience_s)
+        if retry_after_s is not None:
+            self._turn_away(waiting, RefuseReason.SHED, retry_after_s)
+        return retry_after_s is not None
+
+    # --- order ------------------------------------------------------------------------------------------------------
 
     def _handicap_s(self, waiting: Waiting) -> float:
         if self.settings.order == "fcfs":
@@ -280,63 +314,3 @@ class Scheduler:
         answer = self.settings.answer_tokens_default if waiting.tokens_max is None else waiting.tokens_max
         work = predicted_work(waiting.tokens - cached, answer, self.settings.prefill_weight)
         return handicap_s(work, self.settings.sjf_half_work, self.settings.ageing_s)
-
-    def _admit_all(self, ledger: Ledger, now: float) -> None:
-        while self._seats_used < self._seats() and (head := self._queue.head(now)) is not None:
-            if not self._has_seats(head):
-                return  # it takes several at once, and they become free one by one
-            available = ledger.available(len(self._running))
-            if ledger.charge_least(head) <= available:
-                run = ledger.cached_run(head, now)
-                if ledger.charge(head, run) <= available:
-                    self._admit(ledger, head, run, now)
-                    continue
-            if self.settings.backfill:
-                self._backfill(ledger, head, now)
-            return
-
-    def _has_seats(self, waiting: Waiting) -> bool:
-        """Whether its seats are free. One that wants more than there are gets all: the runtime has the last word."""
-        seats = self._seats()
-        return self._seats_used + min(waiting.seats, seats) <= seats
-
-    def _admit(
-        self, ledger: Ledger, waiting: Waiting, run: list[PrefixNode], now: float, passed: RequestId | None = None
-    ) -> None:
-        # Backfill is no turn of its client: it uses what nobody else can, and must not set the client's own head back.
-        self._queue.remove(waiting.rid, granted=now if passed is None else None)
-        started = self._running[waiting.rid] = ledger.open(waiting, run, now)
-        started.passed = passed
-        started.seats = min(waiting.seats, self._seats())
-        self._seats_used += started.seats
-        self._tally.admitted += 1
-        self._tally.backfilled += passed is not None
-        self._actions.append(m.Admit(waiting.rid, started.table, started.tokens_cached, started.promised))
-
-    def _backfill(self, ledger: Ledger, head: Waiting, now: float) -> None:
-        """Let requests behind a head that lacks pages pass, as far as its start is not delayed.
-
-        Candidates are measured without their cached prefix: cheaper, and never too small.
-        """
-        available, horizon = ledger.available(len(self._running)), None
-        looked = (self._changes, available)
-        if available <= 0 or looked == self._looked:
-            return  # tokens that were produced only bring the head's start nearer: who could not pass still cannot
-        self._looked = looked
-        for candidate in list(islice(self._queue.upcoming(now), 1, 1 + self.settings.backfill_candidates_max)):
-            if candidate.pages > available or not self._has_seats(candidate):
-                continue
-            if horizon is None:
-                horizon = self._plan(ledger, head, now)
-            steps = inf if candidate.tokens_max is None else candidate.tokens_max
-            if not horizon.lets_pass(steps, candidate.pages):
-                continue
-            self._admit(ledger, candidate, ledger.cached_run(candidate, now), now, passed=head.rid)
-            if self._seats_used >= self._seats():
-                return
-            available, horizon = ledger.available(len(self._running)), None
-
-    def _plan(self, ledger: Ledger, head: Waiting, now: float) -> Horizon:
-        run = ledger.cached_run(head, now)
-        target = ledger.charge(head, run) + ledger.watermark
-        return plan_horizon(ledger.forecasts(self._running.values(), head, run), ledger.room, target)

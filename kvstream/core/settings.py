@@ -20,6 +20,14 @@ class SchedulerSettings:
     * ``watermark``: fraction of the pages that admission leaves free for growth.
     * ``prefill_weight``: work of one uncached prompt token, with an answer token as 1 (prefill is batched, decode not).
     * ``backfill_candidates_max``: how many requests behind a blocked head one step looks at.
+    * ``client_seats_max``: seats that one client may have at a time (0: all).
+    * ``long_prefills_max``: how many prompts of more than ``long_prefill_tokens`` uncached tokens are read at a time
+      (0: no bound). ``leader_tokens``: the length from which a shared prefix is worth waiting for (0: never).
+    * ``shed``: refuse at once who would wait past its deadline, except every ``shed_probe_every``-th.
+    * ``cold_groups``: of a group that is not loaded one request goes alone; it is taken to be unloaded after
+      ``cold_after_s`` without a request.
+    * ``exclusive_groups``: only one group is served at a time; others wait at most ``switch_wait_s`` before it gets no
+      more.
     """
 
     order: Literal["fcfs", "sjf"] = field(default="fcfs", validator=in_(("fcfs", "sjf")))
@@ -40,3 +48,13 @@ class SchedulerSettings:
     service_window_s: float = field(default=60.0, validator=gt(0))
     expiries_per_step_max: int = field(default=512, validator=ge(1))
     waiting_shown_max: int = field(default=100, validator=ge(0))
+    client_seats_max: int = field(default=0, validator=ge(0))
+    long_prefills_max: int = field(default=1, validator=ge(0))
+    long_prefill_tokens: int = field(default=1024, validator=ge(0))
+    leader_tokens: int = field(default=512, validator=ge(0))
+    shed: bool = True
+    shed_probe_every: int = field(default=16, validator=ge(1))
+    cold_groups: bool = False
+    cold_after_s: float = field(default=300.0, validator=gt(0))
+    exclusive_groups: bool = False
+    switch_wait_s: float = field(default=10.0, validator=ge(0))

@@ -9,12 +9,12 @@ from attrs import frozen
 from .ledger import Ledger
 from .pool import PagePool
 from .state import Running, Tally, Waiting
-from .types import Limits, Priority, RefuseReason, RequestId, Tier
+from .types import Limits, Priority, RefuseReason, RequestId, Tier, Why
 
 
 @frozen
 class WaitingView:
-    """``position`` counts from 1, the next to be admitted."""
+    """``position`` counts from 1, the next to be admitted if nothing held it back; ``why`` says what does."""
 
     rid: RequestId
     position: int
@@ -22,11 +22,14 @@ class WaitingView:
     tokens: int
     priority: Priority
     client: str
+    why: Why
+    group: str
 
     @classmethod
-    def of(cls, waiting: Waiting, position: int, now: float) -> WaitingView:
+    def of(cls, waiting: Waiting, position: int, now: float, why: Why) -> WaitingView:
         age_s = now - waiting.arrived
-        return cls(waiting.rid, position, age_s, waiting.tokens, waiting.priority, waiting.client)
+        return cls(
+            waiting.rid, position, age_s, waiting.tokens, waiting.priority, waiting.client, why, waiting.group)
 
 
 @frozen
@@ -87,6 +90,7 @@ class Counters:
     pages_evicted: int
     truncated: int
     backfilled: int
+    held: Mapping[Why, int]
 
     @classmethod
     def of(cls, tally: Tally, ledger: Ledger | None) -> Counters:
@@ -98,17 +102,22 @@ class Counters:
             pages_evicted=ledger.evicted if ledger else 0,
             truncated=tally.truncated,
             backfilled=tally.backfilled,
+            held=dict(tally.held),
         )
 
 
 @frozen
 class Snapshot:
-    """``waiting`` is capped, ``waiting_total`` is not. ``limits`` is None before the first ``BackendUp``."""
+    """``waiting`` is capped, ``waiting_total`` is not. ``held`` counts those that wait behind a gate, by its reason.
+    ``limit`` is how many may run while the lane is narrowed (None: it is not). ``limits`` is None before the first
+    ``BackendUp``."""
 
     now: float
     waiting: tuple[WaitingView, ...]
     waiting_total: int
     waiting_bytes: int
+    held: Mapping[Why, int]
+    limit: int | None
     running: tuple[RunningView, ...]
     up: bool
     closing: bool

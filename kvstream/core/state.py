@@ -3,19 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Final
 
 from attrs import define, field
 
 from .messages import Submitted
 from .prefix import PrefixNode
 from .table import PageTable
-from .types import CountSource, PageKey, Priority, RefuseReason, RequestId
+from .types import CountSource, PageKey, Priority, RefuseReason, RequestId, Why
+
+Gate = tuple[Why | None, int | str]  # why a request waits, and for whom or what
+OPEN: Final[Gate] = (None, 0)
 
 
 @define(eq=False, slots=True)
 class Waiting:
     """A request in the queue. ``arrived`` and ``deadline`` are absolute seconds, ``seq`` the order of submission,
-    ``handicap_s`` see ``policy``, ``pages`` what it needs if nothing of it is cached (0 until capacity is known)."""
+    ``handicap_s`` see ``policy``, ``pages`` what it needs if nothing of it is cached (0 until capacity is known),
+    ``gate`` what it was last found to wait for."""
 
     rid: RequestId
     keys: tuple[PageKey, ...]
@@ -29,8 +34,11 @@ class Waiting:
     seq: int
     count_source: CountSource
     seats: int = 1
+    weight: float = 1.0
+    group: str = ""
     handicap_s: float = 0.0
     pages: int = 0
+    gate: Gate = OPEN
 
     @classmethod
     def of(cls, event: Submitted, arrived: float, deadline: float, seq: int) -> Waiting:
@@ -47,6 +55,8 @@ class Waiting:
             seq=seq,
             count_source=event.count_source,
             seats=max(1, event.seats),
+            weight=event.weight,
+            group=event.group,
         )
 
 
@@ -54,7 +64,8 @@ class Waiting:
 class Running:
     """A request with a seat. ``path`` are the locked prefix nodes whose pages start the table, ``promised`` the pages
     still set aside for its answer, ``pages`` the table's and those, ``produced`` its answer tokens, ``epoch`` the life
-    of the runtime's cache it began in, ``passed`` the blocked head it was let past."""
+    of the runtime's cache it began in, ``passed`` the blocked head it was let past. ``filling``: its prompt is still
+    being read, as far as we know; ``over_at`` is when its client was done with it."""
 
     rid: RequestId
     keys: tuple[PageKey, ...]
@@ -69,6 +80,9 @@ class Running:
     pages: int
     epoch: int
     seats: int = 1
+    group: str = ""
+    filling: bool = True
+    over_at: float | None = None
     passed: RequestId | None = None
     produced: int = 0
     tokens_cached: int = 0
@@ -91,3 +105,4 @@ class Tally:
     ended: int = 0
     truncated: int = 0
     refused: dict[RefuseReason, int] = field(factory=dict)
+    held: dict[Why, int] = field(factory=dict)

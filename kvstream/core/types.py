@@ -7,7 +7,7 @@ Nothing here does I/O, reads a clock or draws a random number.
 from __future__ import annotations
 
 from enum import Enum
-from typing import NewType
+from typing import Literal, NewType
 
 from attrs import field, frozen
 
@@ -100,6 +100,24 @@ class RefuseReason(Enum):
     CLOSING = "closing"  # draining
     BACKEND_DOWN = "backend_down"
     SHED = "shed"  # it would wait past its deadline, so it is told now: 503 with the time when it would fit
+
+
+Why = Literal[
+    "seat",  # the lane is full
+    "pages",  # the next in line lacks KV pages, or this one would delay it
+    "narrowed",  # the lane is held narrow: its backend failed, or comes back
+    "backend",  # the backend is not there, or its capacity is not known yet
+    "client",  # its client has as many seats as it may
+    "model",  # another model is being served, and only one at a time may be
+    "cold",  # the first request of its model goes alone, until it is loaded
+    "retry",  # the runtime is about to let go of this very prompt: its slot will have it in cache
+    "leader",  # another request computes a prefix that this one shares
+    "long_prefill",  # as many long prompts are being read as may at a time
+]
+"""Why a request waits."""
+
+HOLDS: tuple[Why, ...] = ("client", "model", "cold", "retry", "leader", "long_prefill")
+"""Those that hold a request back although there may be a seat for it."""
 
 
 class AccountingBug(Exception):

@@ -24,6 +24,7 @@ from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 
 import trio
+from attrs import evolve
 
 from ..adapters.base import Adapter, Health, ProxyRequest
 from ..core.breaker import Circuit
@@ -78,7 +79,8 @@ class Engine:
         self.upstream = upstream
         self.settings = settings
         self.metrics = metrics
-        self.scheduler = Scheduler(settings.scheduler)
+        self.scheduler = Scheduler(evolve(
+            settings.scheduler, cold_groups=adapter.capabilities.loads_on_demand))
         self.hygiene = PrefixHygiene(settings.hygiene)
         self.counter = PromptCounter(
             adapter, upstream, page_tokens=settings.query.page_tokens, tokens_keyed_max=settings.tokens_keyed_max,

@@ -10,11 +10,12 @@ from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
-from prometheus_client.core import GaugeMetricFamily, Metric
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
 from prometheus_client.registry import Collector
 
 from ..core.breaker import Circuit
+from ..core.types import HOLDS
 from ..errors import KVStreamError
 from .stream import outcome_of, outcome_of_refusal
 
@@ -177,6 +178,9 @@ def _gauges(lanes: Sequence[tuple[str, Snapshot]]) -> Iterable[Metric]:
     length = _family("kvstream_queue_length", "Requests waiting.")
     size = _family("kvstream_queue_bytes", "Bytes of waiting request bodies.")
     kept = _family("kvstream_prefix_tokens", "Prompt tokens kept for reuse.")
+    held = _family("kvstream_queue_held", "Requests that wait for more than a seat.", "why")
+    ever = CounterMetricFamily(
+        "kvstream_held", "Requests that had to wait for more than a seat.", labels=["backend", "why"])
     for name, snapshot in lanes:
         for tier in snapshot.pages:
             for state in ("total", "free", "held", "cached", "promised", "overdrawn"):
@@ -186,7 +190,10 @@ def _gauges(lanes: Sequence[tuple[str, Snapshot]]) -> Iterable[Metric]:
         length.add_metric([name], snapshot.waiting_total)
         size.add_metric([name], snapshot.waiting_bytes)
         kept.add_metric([name], snapshot.prefix_tokens)
-    return (pages, seats, length, size, kept)
+        for why in HOLDS:
+            held.add_metric([name, why], snapshot.held.get(why, 0))
+            ever.add_metric([name, why], snapshot.counters.held.get(why, 0))
+    return (pages, seats, length, size, kept, held, ever)
 
 
 def _family(name: str, help_text: str, *labels: str) -> GaugeMetricFamily:

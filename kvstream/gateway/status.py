@@ -42,10 +42,11 @@ def _lane(lane: Lane, now: float) -> dict[str, Any]:
         "seats": {"total": snapshot.seats.total, "used": snapshot.seats.used, "draining": snapshot.seats.draining},
         "pages": {pages.tier.value: _pages(pages) for pages in snapshot.pages},
         "queue": {
-            "length": snapshot.waiting_total, "bytes": snapshot.waiting_bytes,
+            "length": snapshot.waiting_total, "bytes": snapshot.waiting_bytes, "held": dict(snapshot.held),
+            "narrowed_to": snapshot.limit,
             "requests": [
                 {"id": _name(engine, w.rid), "position": w.position, "age_s": round(w.age_s, 3), "tokens": w.tokens,
-                 "priority": w.priority.name.lower(), "counted": _counted(engine, w.rid)}
+                 "priority": w.priority.name.lower(), "counted": _counted(engine, w.rid), "why": w.why}
                 for w in snapshot.waiting],
         },
         "running": [_running(engine, r) for r in snapshot.running[:RUNNING_SHOWN_MAX]],
@@ -112,7 +113,7 @@ def _counters(snapshot: Snapshot) -> dict[str, Any]:
     counters = snapshot.counters
     return {
         "admitted": counters.admitted, "ended": counters.ended, "truncated": counters.truncated,
-        "backfilled": counters.backfilled, "pages_evicted": counters.pages_evicted,
+        "backfilled": counters.backfilled, "held": dict(counters.held), "pages_evicted": counters.pages_evicted,
         "prefix_tokens_accounted": counters.prefix_tokens_accounted,
         "refused": {why.value: count for why, count in counters.refused.items()},
     }

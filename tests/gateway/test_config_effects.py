@@ -900,6 +900,118 @@ async def test_a_small_request_passes_a_head_that_does_not_fit(
         assert await order_of(gw, ("big", 990), ("small", 20)) == expected
 
 
+async def reached(gw: Front, *texts: str, after_s: float = 0.2, tokens: int = 4, **more: Any) -> int:
+    """How many of these requests, made at once, are in the runtime (or were) after so long."""
+    before = len(gw.runtime.journal.calls)
+    for text in texts:
+        gw.start(text, tokens, **more)
+    await trio.sleep(after_s)
+    return len(gw.runtime.journal.calls) - before
+
+
+@effect("scheduler.client_seats_max")
+@pytest.mark.parametrize(("most", "running"), [(0, 4), (1, 2), (2, 3)])
+async def test_one_client_has_so_many_seats(autojump_clock: Any, most: int, running: int) -> None:
+    async with front({"scheduler.client_seats_max": most}, answer_tokens=None) as gw:
+        a = {"authorization": "Bearer a"}
+        await reached(gw, "a1", "a2", "a3", tokens=500, headers=a)
+        gw.start("b", 500, headers={"authorization": "Bearer b"})
+        await trio.sleep(0.1)
+        assert len(gw.runtime.journal.calls) == running
+
+
+@effect("scheduler.long_prefills_max")
+@pytest.mark.parametrize(("most", "reading"), [(1, 1), (2, 2), (0, 3)])
+async def test_so_many_long_prompts_are_read_at_once(autojump_clock: Any, most: int, reading: int) -> None:
+    async with front({"scheduler.long_prefills_max": most}, prefill_rate=1000) as gw:
+        assert await reached(gw, *(f"{i} " + "w " * 2000 for i in range(3))) == reading
+
+
+@effect("scheduler.long_prefill_tokens")
+@pytest.mark.parametrize(("tokens", "reading"), [(1000, 1), (4000, 3)])
+async def test_a_prompt_of_more_tokens_is_long(autojump_clock: Any, tokens: int, reading: int) -> None:
+    async with front({"scheduler.long_prefill_tokens": tokens}, prefill_rate=1000) as gw:
+        assert await reached(gw, *(f"{i} " + "w " * 2000 for i in range(3))) == reading
+
+
+@effect("scheduler.leader_tokens")
+@pytest.mark.parametrize(("tokens", "reading"), [(256, 1), (2000, 3), (0, 3)])
+async def test_a_shared_prefix_is_computed_once(autojump_clock: Any, tokens: int, reading: int) -> None:
+    keys = {"scheduler.leader_tokens": tokens, "backend.type": "openai", "scheduler.long_prefills_max": 0}
+    async with front(keys, prefill_rate=1000) as gw:
+        await gw.chat()  # the first one goes alone anyhow
+        assert await reached(gw, *("w " * 2000 + str(i) for i in range(3))) == reading
+
+
+async def overloaded(gw: Front, count: int) -> list[Answer]:
+    """Newcomers of one moment, while a lane that serves 5 a second has 9 waiting; each may wait 2 s."""
+    for i in range(20):
+        gw.start(f"early {i}", 20)
+        await trio.sleep(0.1)
+    answers = [gw.start(f"late {i}", 20) for i in range(count)]
+    await trio.sleep(5)
+    return answers
+
+
+SLOW = {"scheduler.max_wait_s": 2.0, "scheduler.max_batch_size": 1}
+
+
+@effect("scheduler.shed")
+@pytest.mark.parametrize("on", [True, False])
+async def test_who_would_wait_in_vain_is_told_at_once(autojump_clock: Any, on: bool) -> None:
+    async with front({"scheduler.shed": on, "scheduler.shed_probe_every": 1000, **SLOW}, answer_tokens=None) as gw:
+        answers = await overloaded(gw, 10)
+        refused = [answer for answer in answers if answer.status == 503]
+        assert len(refused) >= 6
+        assert {answer.code for answer in refused} == {"predicted_wait" if on else "queue_timeout"}
+        assert all(answer.seconds == pytest.approx(0 if on else 2, abs=0.1) for answer in refused)
+
+
+@effect("scheduler.shed_probe_every")
+@pytest.mark.parametrize(("every", "shed"), [(1, 0), (2, 10), (20, 19)])
+async def test_every_so_many_th_waits_all_the_same(autojump_clock: Any, every: int, shed: int) -> None:
+    async with front({"scheduler.shed_probe_every": every, **SLOW}, answer_tokens=None) as gw:
+        answers = await overloaded(gw, 40)
+        seen = [a for a in answers if a.seconds < 0.1 and a.status == 503]
+        assert len(seen) == pytest.approx(shed * 36 / 20, abs=4)
+
+
+@effect("scheduler.cold_after_s")
+@pytest.mark.parametrize(("seconds", "running"), [(3.0, 1), (300.0, 3)])
+async def test_a_model_not_used_for_so_long_gets_one_request_first(
+        autojump_clock: Any, seconds: float, running: int) -> None:
+    async with front({"scheduler.cold_after_s": seconds, "backend.type": "openai"}) as gw:
+        await gw.chat()
+        await trio.sleep(5)
+        gw.runtime.script(Script(first_byte_after=1.0))
+        assert await reached(gw, "a", "b", "c") == running
+        await trio.sleep(2)
+        assert len(gw.runtime.journal.calls) == 4
+
+
+@effect("scheduler.exclusive_models")
+@pytest.mark.parametrize(("on", "running"), [(True, 1), (False, 2)])
+async def test_one_model_at_a_time(autojump_clock: Any, on: bool, running: int) -> None:
+    async with front({"scheduler.exclusive_models": on}, answer_tokens=None) as gw:
+        gw.start("a", 100, model="one")
+        gw.start("b", 100, model="two")
+        await trio.sleep(0.1)
+        assert len(gw.runtime.journal.calls) == running
+
+
+@effect("scheduler.switch_wait_s")
+@pytest.mark.parametrize(("seconds", "order"), [(1.0, ["a", "b", "a2"]), (10.0, ["a", "a2", "b"])])
+async def test_a_model_is_passed_by_the_one_in_use_only_for_so_long(
+        autojump_clock: Any, seconds: float, order: list[str]) -> None:
+    keys = {"scheduler.exclusive_models": True, "scheduler.switch_wait_s": seconds}
+    async with front(keys, answer_tokens=None) as gw:
+        for text, model in (("a", "one"), ("b", "two"), ("a2", "one")):
+            gw.start(text, 500, model=model)
+            await trio.sleep(1.5)
+        await trio.sleep(20)
+        assert gw.runtime.journal.prompts == order
+
+
 # --- prefix cache -----------------------------------------------------------------------------------------------------
 
 
