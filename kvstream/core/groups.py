@@ -77,12 +77,12 @@ class Groups:
         return self._queue.release(("model", target))
 
     def started(self, run: Running, now: float) -> None:
-        self._counts[run.group] = self._counts.get(run.group, 0) + 1
-        if self._settings.exclusive_groups and self._active is None:
-            self._active, self._since = run.group, now
         if self._settings.cold_groups and not self._is_warm(run.group, now):
             self._warm.pop(run.group, None)  # that a request of it runs must not count for a use long ago
             self._pioneers[run.group] = run.rid
+        self._counts[run.group] = self._counts.get(run.group, 0) + 1
+        if self._settings.exclusive_groups and self._active is None:
+            self._active, self._since = run.group, now
 
     def alive(self, run: Running, now: float) -> None:
         """A first token."""
