@@ -296,6 +296,10 @@ class Adapter(Protocol):
         """Translate a non-2xx reply (``runtimes.md`` section 7). Never raises."""
         ...
 
+    def plain_call(self, path: str, body: bytes = b"") -> HttpCall:
+        """A call of ``Capabilities.passed``, handed through: a GET, or with a body a POST."""
+        ...
+
     def load_key(self, request: ProxyRequest) -> str:
         """What the runtime must have loaded to serve this request: the model, and where the operator wants requests
         grouped by them, the options whose change makes the runtime load it anew."""

@@ -147,6 +147,9 @@ class OpenAIBackend:
     def error(self, reply: HttpReply) -> Failed:
         return failed_reply(reply)
 
+    def plain_call(self, path: str, body: bytes = b"") -> HttpCall:
+        return HttpCall("POST", path, self.headers((), "application/json"), body) if body else self.get(path)
+
     def load_key(self, request: ProxyRequest) -> str:
         return request.model or self.model
 

@@ -14,7 +14,7 @@ from typing import Any
 
 import trio
 from attrs import frozen
-from quart import Response
+from quart import Response, request
 from quart_trio import QuartTrio
 from werkzeug.exceptions import HTTPException
 from werkzeug.routing import PathConverter
@@ -31,6 +31,7 @@ from ..errors import (
     RouteUnsupportedError,
 )
 from .access import Access, challenge, is_loopback
+from .app_ollama import add_ollama_routes
 from .asgi import BodyReceiver, Message, Receive, Scope, Send, retry_header, send_empty, send_error, send_refusal
 from .dialects import dialect_of
 from .listing import model_entry, model_listing
@@ -238,6 +239,7 @@ def build_quart(router: Router, metrics: Metrics, extra_status: Callable[[], Map
     async def failure(error: KVStreamError) -> Response:
         return error_reply(error)
 
+    add_ollama_routes(app, router)
     return app
 
 
@@ -256,7 +258,7 @@ def reply(value: Any, status: int = 200) -> Response:
 
 
 def error_reply(error: KVStreamError) -> Response:
-    response = reply(error.envelope(), error.status)
+    response = reply(dialect_of(request.path).envelope(error), error.status)
     for name, value in retry_header(error):
         response.headers[name.decode()] = value.decode()
     return response

@@ -107,7 +107,7 @@ async def test_what_ollama_cannot_do_is_refused_before_it_queues(autojump_clock:
 async def test_errors_have_the_form_of_the_path(autojump_clock: Any) -> None:
     async with open_ollama() as lane:
         call = await lane.post(native("/api/chat") | {"model": "nope"}, "/api/chat")
-        assert call.status == 404 and json.loads(call.body) == {"error": "model 'nope' not found"}
+        assert call.status == 404 and "'nope'" in json.loads(call.body)["error"]
         call = await lane.post(chat(model="nope"))
         assert call.status == 404 and error_of(call.body)["code"] == "model_not_found"
         call = await lane.post(b"{", "/api/generate")
@@ -228,3 +228,48 @@ async def test_case_35_no_option_is_added_or_changed(autojump_clock: Any) -> Non
         assert sorted(body["options"]["num_ctx"] for body in bodies) == [4096] * 10 + [8192] * 10
         assert all(set(body["options"]) == {"num_ctx"} for body in bodies)
         assert lane.runtime.loads == 20  # that is what it costs
+
+
+# --- Ollama's small routes --------------------------------------------------------------------------------------------
+
+
+async def test_ollama_s_small_routes_are_handed_through_without_a_seat(autojump_clock: Any) -> None:
+    async with open_ollama(knobs={"models": ("other:7b",)}) as lane:
+        lane.runtime.script(Script(hang_at_token=1))
+        stuck = lane.start(native("/api/chat"), "/api/chat")
+        await trio.sleep(0.5)  # the only seat is taken
+        home = await lane.get("/")
+        assert home.status == 200 and home.body == b"Ollama is running"
+        assert (await lane.request("HEAD", "/")).status == 200
+        assert json.loads((await lane.get("/api/version")).body) == {"version": "0.33.0"}
+        tags = json.loads((await lane.get("/api/tags")).body)["models"]
+        assert [row["name"] for row in tags] == ["fake-model:latest", "other:7b"]
+        loaded = json.loads((await lane.get("/api/ps")).body)["models"]
+        assert [row["context_length"] for row in loaded] == [4096]
+        shown = await lane.post({"model": "other:7b"}, "/api/show")
+        assert json.loads(shown.body)["model_info"]["llama.block_count"] == 30
+        assert (await lane.post({"model": "nope"}, "/api/show")).status == 404
+        assert (await lane.post(b"[]", "/api/show")).status == 400
+        listing = json.loads((await lane.get("/v1/models")).body)["data"]
+        assert [row["id"] for row in listing] == ["fake-model:latest", "other:7b"]
+        assert json.loads((await lane.get("/v1/models/fake-model")).body)["id"] == "fake-model:latest"
+        stuck.leave()
+        await stuck.ended.wait()
+
+
+async def test_what_would_change_ollama_s_models_is_refused_in_its_own_words(autojump_clock: Any) -> None:
+    async with open_ollama() as lane:
+        for method, path in (("POST", "/api/pull"), ("DELETE", "/api/delete"), ("POST", "/api/create"),
+                             ("POST", "/api/blobs/sha256:00")):
+            call = await lane.request(method, path, {"model": "x"})
+            assert call.status == 404 and "ask Ollama itself" in json.loads(call.body)["error"]
+        assert (await lane.request("POST", "/api/tags", {})).status == 405
+        assert isinstance(json.loads((await lane.get("/api/nothing")).body)["error"], str)
+        assert not [entry for entry in lane.runtime.journal.entries if entry.request.method != "GET"]
+
+
+async def test_without_an_ollama_its_routes_are_not_there(autojump_clock: Any) -> None:
+    async with open_lane() as lane:
+        for path in ("/", "/api/tags", "/api/version", "/api/pull"):
+            assert (await lane.get(path)).status == 404
+        assert (await lane.post({"model": "m"}, "/api/chat")).status == 404
