@@ -8,7 +8,7 @@ from typing import Any
 
 from attrs import frozen
 
-from . import messages, native, responses
+from . import messages, native, ollama_stream, responses
 from .assemble import Assembler
 from .base import AnswerAssembler, Decoder, ProxyRequest, UsageNumbers
 from .chunks import usage_numbers
@@ -72,6 +72,8 @@ def usage_of_whole(answer: Any) -> UsageNumbers | None:
         return native.summed(known) if known else None
     if not isinstance(answer, dict):
         return None
+    if "prompt_eval_count" in answer:
+        return ollama_stream.numbers_of(answer)
     usage = answer.get("usage")
     if isinstance(usage, dict) and "input_tokens" in usage:
         return messages.usage_of(usage) if answer.get("type") == "message" else responses.usage_of(usage)

@@ -84,7 +84,10 @@ class Pump:
         self._times = times
         self._hooks = hooks
         self._include_usage = include_usage
-        self._passthrough = not route_of(stream.request.route).streams or (passthrough and not stream.request.stream)
+        route = stream.request.route
+        # What was translated on its way there has to be translated back.
+        self._passthrough = route not in adapter.capabilities.translated and (
+            not route_of(route).streams or (passthrough and not stream.request.stream))
         self._watched = watched
         self._page_tokens = 1 if watched else page_tokens
         self._unposted = 0

@@ -80,7 +80,7 @@ class Runner:
         return Pump(
             stream, self._adapter, self._upstream, settings.times, hooks, page_tokens=settings.query.page_tokens,
             include_usage=not self._usage_refused and (settings.include_usage or stream.request.include_usage),
-            passthrough=settings.passthrough and stream.request.route not in self._adapter.capabilities.translated,
+            passthrough=settings.passthrough,
             watched=stream.tokens_max is None and pool_can_overflow)
 
     def _on_produced(self, rid: RequestId, tokens: int) -> None:
