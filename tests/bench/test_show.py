@@ -43,7 +43,7 @@ async def rich_result(*, partial: bool = False, targets: int = 2, watch: Any = N
         right.script(Script(first_byte_after=99.0), times=1)
         known = [target_of(left, "direct"), target_of(right, "kvstream"), target_of(right, "third")][:targets]
         run = Run(3 if targets > 1 else 1)
-        with trio.move_on_after(1.0 if partial else 10000.0):
+        with trio.move_on_after(0.3 if partial else 10000.0):
             await run_load(known, wanted, watch or Quiet(), run)
     return result_of(wanted, parse_slo("ttft:2s,tpot:15ms"), known, run)
 
