@@ -355,6 +355,6 @@ class Adapter(Protocol):
         """
         ...
 
-    def read_count(self, request: ProxyRequest, reply: HttpReply) -> HttpCall | tuple[int, ...] | None:
-        """Next call, or the prompt's token ids, or None when counting did not work."""
+    def read_count(self, request: ProxyRequest, reply: HttpReply) -> HttpCall | tuple[int, ...] | int | None:
+        """Next call, or the prompt's token ids, or their number alone, or None when counting did not work."""
         ...

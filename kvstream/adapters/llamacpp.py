@@ -34,8 +34,10 @@ from .base import (
 )
 from .bodies import ABSENT, dumps, edit
 from .capacity import PAGES_DEFAULT, SEATS_DEFAULT, CapacityNotes, smallest
+from .chunks import as_count
 from .decode import open_assembler
 from .failure import failed_reply
+from .llamacpp_count import Ask, are_ids, countable
 from .llamacpp_state import Props, empty_slot, erased, idle_slot, slots_of, streams_of
 from .openai import OpenAIBackend
 from .routes import LLAMACPP_ROUTES, route_of
@@ -220,27 +222,23 @@ class LlamaCppBackend(OpenAIBackend):
     # --- exact counting ---
 
     def count_calls(self, request: ProxyRequest) -> HttpCall | tuple[int, ...] | None:
-        """Chat: render the client's own body, so that whatever shapes the prompt is there. Completions: tokenize."""
-        view = request.view
-        if route_of(request.route).form == "chat":
-            return None if _has_media(view.get("messages")) else self._post("/apply-template", request, request.body)
-        prompt = view.get("prompt")
-        if isinstance(prompt, list) and len(prompt) == 1 and isinstance(prompt[0], (str, list)):
-            prompt = prompt[0]
-        if isinstance(prompt, str):
-            return self._tokenize(request, prompt)
-        if isinstance(prompt, list) and prompt and _are_ids(prompt):
-            return tuple(prompt)
-        return None
+        """Chat: render the client's own body, so that whatever shapes the prompt is there. Messages and responses: the
+        server's own count, a number without ids. Everything else: tokenize."""
+        what = countable(request)
+        if isinstance(what, Ask):
+            return self._post(what.path, request, request.body)
+        return self._tokenize(request, what) if isinstance(what, str) else what
 
-    def read_count(self, request: ProxyRequest, reply: HttpReply) -> HttpCall | tuple[int, ...] | None:
+    def read_count(self, request: ProxyRequest, reply: HttpReply) -> HttpCall | tuple[int, ...] | int | None:
         data = reply.json() if reply.status == 200 else None
         if not isinstance(data, dict):
             return None
         if isinstance(data.get("prompt"), str):
             return self._tokenize(request, data["prompt"])
+        if "input_tokens" in data:
+            return as_count(data["input_tokens"]) or None
         tokens = data.get("tokens")
-        return tuple(tokens) if isinstance(tokens, list) and _are_ids(tokens) else None
+        return tuple(tokens) if isinstance(tokens, list) and are_ids(tokens) else None
 
     def _tokenize(self, request: ProxyRequest, text: str) -> HttpCall:
         # As the server itself does for a prompt; it takes care not to put a second BOS before a rendered one.
@@ -248,25 +246,10 @@ class LlamaCppBackend(OpenAIBackend):
         return self._post("/tokenize", request, body)
 
     def _post(self, path: str, request: ProxyRequest, body: bytes) -> HttpCall:
-        view = request.view if path == "/apply-template" else {"content": ""}
+        view = request.view if path != "/tokenize" else {"content": ""}
         model = request.model or self.model
         changed = edit(body, view, {"model": model}) if model and not view.get("model") else body
         return HttpCall("POST", path, self.headers(request.headers, "application/json"), changed)
-
-
-def _are_ids(items: list[Any]) -> bool:
-    """Whether all items are token ids; others cannot be packed into page keys, and are for the runtime to refuse."""
-    return all(type(item) is int and 0 <= item < 2**32 for item in items)
-
-
-def _has_media(messages: Any) -> bool:
-    """Whether a message has a part that is no text: its tokens cannot be counted from a rendered prompt."""
-    for message in messages if isinstance(messages, list) else ():
-        content = message.get("content") if isinstance(message, dict) else None
-        for part in content if isinstance(content, list) else ():
-            if isinstance(part, dict) and part.get("type") not in ("text", "refusal", None):
-                return True
-    return False
 
 
 def prefill_of(view: Mapping[str, Any]) -> str:

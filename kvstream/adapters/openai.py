@@ -241,7 +241,7 @@ class OpenAIBackend:
     def count_calls(self, request: ProxyRequest) -> HttpCall | tuple[int, ...] | None:
         return None
 
-    def read_count(self, request: ProxyRequest, reply: HttpReply) -> HttpCall | tuple[int, ...] | None:
+    def read_count(self, request: ProxyRequest, reply: HttpReply) -> HttpCall | tuple[int, ...] | int | None:
         return None
 
 

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from attrs import frozen
+from attrs import evolve, frozen
 
 from ..adapters.base import Adapter, HttpCall, ProxyRequest
+from ..adapters.routes import route_of
 from ..core.tokens import TextSize, TokenEstimator, page_keys, salt, text_keys
 from ..core.types import CountSource, PageKey
 from ..errors import KVStreamError
@@ -30,13 +31,13 @@ class PromptCount:
 
 
 async def count_exact(adapter: Adapter, upstream: Upstream, request: ProxyRequest, *,
-                      timeout_s: float) -> tuple[int, ...] | None:
-    """Token ids of the prompt as the runtime sees it; None when it cannot tell (now).
+                      timeout_s: float) -> tuple[int, ...] | int | None:
+    """Token ids of the prompt as the runtime sees it, or their number alone; None when it cannot tell (now).
 
     *Errors*: none; an unreachable or refusing runtime is a None, the caller estimates.
     *Cancellation*: safe; only idempotent calls are made.
     """
-    step = adapter.count_calls(request)
+    step: HttpCall | tuple[int, ...] | int | None = adapter.count_calls(request)
     for _ in range(REPLIES_MAX):
         if not isinstance(step, HttpCall):
             return step
@@ -51,6 +52,8 @@ async def count_exact(adapter: Adapter, upstream: Upstream, request: ProxyReques
 def keys_of_ids(ids: tuple[int, ...], request: ProxyRequest, *, page_tokens: int, tokens_keyed_max: int,
                 client: str) -> PromptCount:
     """The count for exactly known token ids. Only the first ``tokens_keyed_max`` tokens get page keys."""
+    if not route_of(request.route).generates:
+        tokens_keyed_max = 0  # nothing is kept of a text that was only read
     keys = page_keys(ids[:tokens_keyed_max], page_tokens, salt(request.model, client))
     return PromptCount(len(ids), keys, CountSource.EXACT)
 
@@ -62,7 +65,7 @@ def keys_of_text(request: ProxyRequest, estimator: TokenEstimator, *, page_token
     size = text_size(text)
     tokens = estimator.estimate_size(size) + MESSAGE_TOKENS * len(request.view.get("messages") or ())
     keys: tuple[PageKey, ...] = ()
-    if tokens_keyed_max:
+    if tokens_keyed_max and route_of(request.route).generates:
         head = text[: tokens_keyed_max * KEY_BYTES_PER_TOKEN].encode("utf-8", "surrogatepass")
         whole = head[: tokens_keyed_max * KEY_BYTES_PER_TOKEN]
         keys = text_keys(whole, page_tokens, salt(request.model, client), KEY_BYTES_PER_TOKEN)
@@ -92,6 +95,8 @@ class PromptCounter:
         ids = await count_exact(self._adapter, self._upstream, request, timeout_s=self._timeout_s)
         if ids is None:
             return None
+        if isinstance(ids, int):  # the number is the runtime's, the pages go by the text
+            return evolve(self.estimate(request, client), tokens=ids, source=CountSource.EXACT, size=None)
         return keys_of_ids(ids, request, client=client, page_tokens=self._page_tokens,
                            tokens_keyed_max=self._tokens_keyed_max)
 

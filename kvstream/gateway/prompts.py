@@ -181,7 +181,7 @@ def choices(view: Mapping[str, Any]) -> int:
 def _prompts(view: Mapping[str, Any]) -> int:
     """Every choice of every prompt of a list."""
     prompt = view.get("prompt")
-    several = isinstance(prompt, list) and bool(prompt) and isinstance(prompt[0], (str, list))
+    several = isinstance(prompt, list) and bool(prompt) and all(isinstance(item, (str, list)) for item in prompt)
     return choices(view) * (len(prompt) if several and isinstance(prompt, list) else 1)
 
 
@@ -221,8 +221,8 @@ _EMBEDDINGS = Form(_check_embeddings, _longest(_documents), lambda view: len(_do
 
 FORMS: Mapping[str, Form] = MappingProxyType({
     "chat": Form(_check_messages, _dialogue, choices),
-    "messages": Form(_check_messages, _dialogue),
-    "responses": Form(_check_responses, _response_items),
+    "messages": Form(_check_messages, _dialogue, choices),  # llama.cpp heeds `n` here too
+    "responses": Form(_check_responses, _response_items, choices),
     "completions": Form(_check_prompt, _prompt, _prompts),
     "native": Form(_check_native, _prompt, _prompts),
     "infill": Form(_check_infill, _infill),

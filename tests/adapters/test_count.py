@@ -82,3 +82,41 @@ def test_a_router_needs_the_model_in_every_body() -> None:
         assert isinstance(call, HttpCall) and json.loads(call.body)["model"] == model
         call = backend.read_count(asked, HttpReply(200, {}, b'{"prompt":"p"}'))
         assert isinstance(call, HttpCall) and json.loads(call.body)["model"] == model
+
+
+@pytest.mark.parametrize(("route", "path", "view"), [
+    ("/v1/messages", "/v1/messages/count_tokens", {"messages": [{"role": "user", "content": "Hi"}]}),
+    ("/v1/responses", "/v1/responses/input_tokens", {"input": "Hi"}),
+    ("/responses", "/v1/responses/input_tokens", {"input": [{"role": "user", "content": [
+        {"type": "input_text", "text": "Hi"}]}]}),
+])
+def test_messages_and_responses_are_counted_by_the_server(route: str, path: str, view: dict[str, Any]) -> None:
+    backend = LlamaCppBackend("http://h")
+    asked = request(route, **view)
+    call = backend.count_calls(asked)
+    assert isinstance(call, HttpCall) and (call.path, call.body) == (path, asked.body)
+    reply = REPLIES["reply_count_messages" if "messages" in path else "reply_count_responses"]
+    assert backend.read_count(asked, reply) == 36
+
+
+def test_images_and_results_of_tools_on_the_other_routes() -> None:
+    backend = LlamaCppBackend("http://h")
+    image = {"type": "image", "source": {"type": "base64", "data": "iVBOR"}}
+    tool = {"type": "tool_result", "tool_use_id": "t", "content": [{"type": "text", "text": "sunny"}]}
+    for content, counted in (([image], False), ([tool], True), ([{**tool, "content": [image]}], False)):
+        call = backend.count_calls(request("/v1/messages", messages=[{"role": "user", "content": content}]))
+        assert (call is not None) is counted
+    item = {"role": "user", "content": [{"type": "input_image", "image_url": "data:"}]}
+    assert backend.count_calls(request("/v1/responses", input=[item])) is None
+
+
+@pytest.mark.parametrize(("given", "expected"), [
+    ("a", "a"), (["a", "ccc", "bb"], "ccc"), ([1, 2], (1, 2)), ([[1], [2, 3]], (2, 3)), ([], None), (["a", 1], None)])
+def test_of_the_documents_of_an_embeddings_call_the_longest_is_counted(given: Any, expected: Any) -> None:
+    for route, name in (("/v1/embeddings", "input"), ("/embedding", "content")):
+        call = LlamaCppBackend("http://h").count_calls(request(route, **{name: given}))
+        if isinstance(call, HttpCall):
+            assert call.path == "/tokenize" and json.loads(call.body)["content"] == expected
+        else:
+            assert call == expected
+    assert LlamaCppBackend("http://h").count_calls(request("/v1/rerank", query="a", documents=["b"])) is None
