@@ -16,7 +16,7 @@ import trio
 from ..adapters.base import Health
 from ..errors import BackendUnavailableError, KVStreamError, ModelNotFoundError
 from .failures import error_of
-from .names import ModelList, listing_of, target_of
+from .names import LATEST, ModelList, listing_of
 
 if TYPE_CHECKING:
     from .engine import Engine
@@ -111,9 +111,9 @@ async def model_listing(lanes: Sequence[Lane]) -> dict[str, Any]:
 async def model_entry(lanes: Sequence[Lane], model: str) -> dict[str, Any]:
     """The entry of one model, under any of its names. *Errors*: ``ModelNotFoundError``."""
     entries = [e for e in (await model_listing(lanes))["data"] if isinstance(e, dict)]
-    for lane in lanes:
-        target = target_of(model, lane.names, lane.listed.known.names if lane.listed.known else ())
-        for entry in entries if target is not None else ():
-            if entry.get("id") in (model, target) or target in (entry.get("aliases") or ()):
+    targets = {lane.target(model) for lane in lanes}
+    for names in ({model}, {model + LATEST}, targets):
+        for entry in entries:
+            if any(isinstance(n, str) and n in names for n in (entry.get("id"), *(entry.get("aliases") or ()))):
                 return entry
     raise ModelNotFoundError(f"no backend has a model {model[:200]!r}; see GET /v1/models", param="model")
