@@ -9,7 +9,7 @@ seat, ``cached`` the part of this prompt (0 to 1) whose pages its scheduler know
 full batch of load, an unknown one goes where least is to do, and at a tie the order of the configuration decides.
 
 A lane that is down, failed, closing or behind an open breaker is passed over. A connection that is refused before
-anything of the answer came moves the request to another lane once.
+anything of the answer came moves the request to another lane, once; so does a lane that goes down while it waits there.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from ..core.types import CountSource
 from ..errors import (
     BackendRefusedError,
     BackendUnavailableError,
+    KVStreamError,
     ModelNotFoundError,
     RouteUnsupportedError,
     ShuttingDownError,
@@ -36,6 +37,7 @@ from .listing import FRESH_S, KeptList, refresh
 from .names import NAMES_SHOWN_MAX, Names, asked_for, listing_of, renamed, renamed_data, target_of
 from .ports import Answer
 from .request import Incoming
+from .stream import Stream
 
 log = logging.getLogger("kvstream.router")
 
@@ -205,9 +207,11 @@ class _Routed:
         self._stack = stack
         self._choices = list(choices)
         self._name = name
-        self._answer: Answer
+        self._answer: Stream
         self._renamed: str | None = None
-        self._began = False
+        self._began = False  # events came, or it has moved: it stays where it is
+        self._first: list[UpstreamEvent] = []
+        self._lost: BackendRefusedError | None = None  # its lane cannot serve it any more
 
     async def open(self) -> None:
         """Enter the first lane, or the second. *Errors*: as ``Engine.open_stream``."""
@@ -243,14 +247,41 @@ class _Routed:
 
     async def get(self) -> list[UpstreamEvent]:
         """See :class:`ports.Answer`."""
-        try:
-            events = await self._answer.get()
-        except BackendRefusedError as error:
-            if not await self._move(error):
-                raise
-            events = await self._answer.get()
-        self._began = True
+        if not self._began and self._lost is None:
+            await self._begin()
+        if self._lost is not None:
+            if not await self._move(self._lost):
+                raise self._lost
+            self._lost = None
+        events, self._first = self._first or await self._answer.get(), []
         return [renamed(event, self._renamed) for event in events] if self._renamed is not None else events
+
+    async def _begin(self) -> None:
+        """Wait for the first events, or for the reason to go elsewhere. Both are kept, so that a cancelled wait loses
+        neither. *Errors*: how the request ended, if elsewhere it would not end better."""
+        failed: KVStreamError | None = None
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(self._wait_lost, nursery.cancel_scope)
+            try:
+                first = await self._answer.get()
+                if self._lost is None:
+                    self._first, self._began = first, True
+            except BackendRefusedError as error:
+                self._lost = error
+            except KVStreamError as error:  # out of the nursery, which would wrap it
+                failed = error
+            nursery.cancel_scope.cancel()
+        if failed is not None:
+            raise failed
+
+    async def _wait_lost(self, scope: trio.CancelScope) -> None:
+        """Cancel ``scope`` when the lane is down, the request still waits, and another lane could have it."""
+        lane = self._choices[0].lane
+        while lane.serving or self._answer.lease is not None or not any(c.lane.serving for c in self._choices[1:]):
+            await lane.engine.watcher.wait_change()
+        self._lost = BackendRefusedError("the backend went down while the request waited for it", retry_after_s=2)
+        lane.engine.leave(self._answer)
+        scope.cancel()
 
     # --- the rest of an answer, of the lane it is in now --------------------------------------------------------------
 

@@ -115,6 +115,7 @@ class FakeUpstream:
     ) -> None:
         self.runtime, self.split, self.writes_max, self.connect_s = runtime, split, writes_max, connect_s
         self.opened = 0
+        self.refuses: Callable[[HttpCall], bool] | None = None  # which calls find a closed port
 
     async def request(self, call: HttpCall, *, timeout_s: float) -> HttpReply:
         """See ``ports.Upstream.request``."""
@@ -133,7 +134,7 @@ class FakeUpstream:
     async def open(self, call: HttpCall) -> AsyncIterator[FakeResponse]:
         """See ``ports.Upstream.open``."""
         await trio.sleep(self.connect_s)
-        if self.runtime.config.refuse:
+        if self.runtime.config.refuse or (self.refuses is not None and self.refuses(call)):
             raise BackendRefusedError("connection refused")
         wire = _MemoryWire(self.writes_max, self.split)
         journal = self.runtime.journal
