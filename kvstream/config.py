@@ -106,7 +106,7 @@ class BackendConfig:
     context_tokens: int = key(0, "Longest prompt + answer of one request; 0 = ask the runtime.", unit="tokens")
     group_by_load_key: bool = key(
         False, "With ollama: requests whose options would make it load the model anew (num_ctx and the like) are "
-               "another group, served one after the other.")
+               "another group; one group is served at a time, as with scheduler.exclusive_models.")
     kv: KvLayout = key("auto", "How the runtime lays out its KV memory: one context per slot (split) or one pool for "
                                "all (unified). auto = find out.")
     name: str = key("", "What to call it in /status, logs and metrics. Empty: its type.", check=lane_name)

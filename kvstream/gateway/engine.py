@@ -55,6 +55,7 @@ from .guard import Guard
 from .health import BackendWatcher, SlotView
 from .hygiene import PrefixHygiene
 from .lane_settings import EngineSettings
+from .load_options import LoadOptionsWatch
 from .logs import log_request
 from .metrics import Metrics
 from .patience import Patience
@@ -82,6 +83,7 @@ class Engine:
         self.scheduler = Scheduler(evolve(
             settings.scheduler, cold_groups=adapter.capabilities.loads_on_demand))
         self.hygiene = PrefixHygiene(settings.hygiene)
+        self.load_options = LoadOptionsWatch()
         self.counter = PromptCounter(
             adapter, upstream, page_tokens=settings.query.page_tokens, tokens_keyed_max=settings.tokens_keyed_max,
             timeout_s=settings.count_timeout_s, canonical=self.hygiene.canonical)
@@ -209,6 +211,8 @@ class Engine:
         request = self.hygiene.normalized(request)
         count = count or await self.count_prompt(request, client)
         self.hygiene.look(request, client, count.tokens)
+        group = self.adapter.load_key(request)
+        self.load_options.look(group, self.adapter.load_options(request))
         stream = Stream(
             rid=rid, name=name, request=request, adapter=self.adapter, client=client, priority=priority,
             arrived=arrived, buffer=EventBuffer(self.settings.buffer_bytes), tokens_prompt=count.tokens,
@@ -220,7 +224,7 @@ class Engine:
             rid=rid, keys=count.keys, tokens=count.tokens, tokens_max=stream.tokens_max,
             deadline=arrived + self.settings.wait_s_max, priority=priority, bytes=len(request.body),
             client=client, count_source=count.source, arrived=arrived, seats=seats_wanted(request), weight=weight,
-            group=self.adapter.load_key(request))
+            group=group)
         self.post(stream.asked)
         try:
             yield stream

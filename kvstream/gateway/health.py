@@ -151,7 +151,7 @@ class BackendWatcher:
             elif before.capacity is not None and not before.capacity.settled and not self._engine.busy:
                 await self._learn(state)
             elif await self._was_restarted():
-                log.info("the backend was restarted between two looks")
+                log.info("the backend was restarted between two looks, or loaded another model")
                 await self._learn(state)
             return
         if state != before.state:
@@ -178,6 +178,8 @@ class BackendWatcher:
         except KVStreamError as error:
             self._set(Health.DOWN, error.message)
             return
+        if report == before and self.backend.state == state and not report.settled:
+            return  # asked again, and it still cannot tell more
         fresh = before is not None and (
             before.instance != report.instance or not report.instance or before.process != report.process)
         for note in report.notes:

@@ -148,7 +148,8 @@ def render(snapshot: Mapping[str, Any]) -> RenderableType:
     if "error" in snapshot:
         return Text(_plain(snapshot["error"]), style="red")
     capacity, seats, queue = (_table(snapshot, name) for name in ("capacity", "seats", "queue"))
-    parts: list[RenderableType] = [_headline(snapshot), _capacity(capacity, _table(snapshot, "backend"))]
+    parts: list[RenderableType] = [_headline(snapshot), _capacity(capacity, _table(snapshot, "backend")),
+                                     *_alternating(_list(snapshot, "options_alternate"))]
     if capacity:
         parts.append(Text(f"seats     {_n(seats, 'used')} of {_n(seats, 'total')} used, "
                           f"{_n(seats, 'draining')} draining"))
@@ -195,6 +196,10 @@ def _capacity(capacity: Mapping[str, Any], backend: Mapping[str, Any]) -> Text:
     for note in _list(capacity, "notes"):
         line.append(f"\n          note: {_plain(note)}", style="yellow")
     return line
+
+
+def _alternating(rows: Sequence[Any]) -> list[RenderableType]:
+    return [Text(f"warning   {_plain(row.get('warning'))}", style="yellow") for row in rows if isinstance(row, Mapping)]
 
 
 def _pages(pages: Mapping[str, Any]) -> Table:

@@ -204,6 +204,15 @@ async def test_the_context_of_a_loaded_model_becomes_known(autojump_clock: Any) 
         # a request may bring a larger context of its own: a long prompt is no reason to refuse it
         long = native("/api/chat", "word " * 9000, options={"num_ctx": 16384})
         assert (await lane.post(long, "/api/chat")).status == 200
+        await trio.sleep(3)  # another load is noticed by what /api/ps tells
+        assert (await lane.status())["capacity"]["request_tokens_max"] == 16384
+
+
+async def test_an_idle_ollama_without_a_model_is_asked_again_without_a_word(autojump_clock: Any, caplog: Any) -> None:
+    async with open_ollama() as lane:
+        await trio.sleep(100)
+        assert len(lane.runtime.journal.paths("/api/ps")) > 50
+        assert sum("backend up" in record.getMessage() for record in caplog.records) == 1
 
 
 # --- options that reload (case 35) ------------------------------------------------------------------------------------
@@ -274,3 +283,26 @@ async def test_without_an_ollama_its_routes_are_not_there(autojump_clock: Any) -
         for path in ("/", "/api/tags", "/api/version", "/api/pull"):
             assert (await lane.get(path)).status == 404
         assert (await lane.post({"model": "m"}, "/api/chat")).status == 404
+
+
+async def test_case_35_grouped_by_load_key_twenty_requests_cost_two_loads(autojump_clock: Any) -> None:
+    async with open_ollama(backend={"group_by_load_key": True}) as lane:
+        bodies = await alternate(lane)
+        assert lane.runtime.loads == 2
+        assert len(bodies) == 20 and all(set(body) == {"model", "messages", "options"} for body in bodies)
+        assert lane.idle()
+
+
+@pytest.mark.parametrize("grouped", [False, True])
+async def test_case_35_status_warns_that_options_alternate(autojump_clock: Any, grouped: bool) -> None:
+    async with open_ollama(backend={"group_by_load_key": grouped}) as lane:
+        await lane.post(native("/api/chat", options={"num_ctx": 4096}), "/api/chat")
+        await lane.post(native("/api/chat", options={"num_ctx": 8192}), "/api/chat")
+        assert (await lane.status())["options_alternate"] == []  # one change is somebody's new setting
+        await lane.post(native("/api/chat", options={"num_ctx": 4096}), "/api/chat")
+        await lane.post(chat(model="fake-model"))  # a client of /v1 cannot name a context: another load again
+        told, = (await lane.status())["options_alternate"]
+        assert told["model"] == "fake-model:latest" and told["changes"] == 3 and told["requests"] == 4
+        assert told["options"] == ["none", "num_ctx=4096"] and "options alternate" in told["warning"]
+        assert ("group_by_load_key" in told["warning"]) is not grouped
+        assert lane.runtime.loads == 4
