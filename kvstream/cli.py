@@ -23,6 +23,7 @@ import click
 
 from . import __version__
 from .cli_bench import bench_options
+from .cli_doctor import completion, doctor, models
 from .errors import ConfigError, KVStreamError, PortInUseError
 
 if TYPE_CHECKING:
@@ -139,6 +140,10 @@ def url_option(command: F) -> F:
 @click.version_option(__version__, prog_name="kvstream")
 def main() -> None:
     """A proxy in front of your model runtime that hands out its KV memory page by page."""
+
+
+for _command in (doctor, models, completion):
+    main.add_command(_command)
 
 
 @main.command(short_help="Serve an OpenAI-compatible API in front of a runtime.")

@@ -61,10 +61,16 @@ def _lmstudio(replies: Replies) -> Iterator[ModelRow]:
             yield ModelRow(_words(row.get("id")), _count(row.get("loaded_context_length")), state)
         return
     for row in rows:
-        instances = [i for i in row.get("loaded_instances") or () if isinstance(i, Mapping)]
-        config = instances[0].get("config") if instances else None
-        context = _count(config.get("context_length")) if isinstance(config, Mapping) else None
-        yield ModelRow(_words(row.get("key")), context, "loaded" if instances else "not loaded")
+        configs = instances_of(row)
+        context = _count(configs[0].get("context_length")) if configs else None
+        yield ModelRow(_words(row.get("key")), context, "loaded" if configs else "not loaded")
+
+
+def instances_of(row: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    """How each loaded instance of an LM Studio model is configured; empty when none is loaded."""
+    instances = row.get("loaded_instances")
+    rows = [row for row in instances if isinstance(row, Mapping)] if isinstance(instances, list) else []
+    return [config for row in rows if isinstance(config := row.get("config") or {}, Mapping)]
 
 
 def _foundry(replies: Replies) -> Iterator[ModelRow]:

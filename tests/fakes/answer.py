@@ -103,7 +103,9 @@ def _prepare(rt: FakeRuntime, r: FakeRequest, s: Script) -> tuple[list[Job], W.S
     jobs = []
     for index, prompt in enumerate(prompts * n):
         _check_length(rt, len(prompt))
+        says = rt.repeated(prompt)
         jobs.append(_job(rt, body, s, index, prompt))
+        jobs[-1].says = says
     native = r.path in ("/completion", "/completions")
     return jobs, W.Shapes(c, jobs, chat=chat, native=native), Ask(body)
 

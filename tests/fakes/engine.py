@@ -41,6 +41,7 @@ class Job:
     hang_at: int | None = None
     paced: bool = False
     cache_prompt: bool = True
+    says: list[str] = field(factory=list)  # first of all, whatever the model would say
     busy_after_close: float = 0.0
     task: int = 0
     slot: Slot | None = None
@@ -307,7 +308,7 @@ class Engine:
         slot = job.slot
         if job.generated:
             slot.kv.append(T.piece_id(job.text[-1]))
-        piece = T.next_piece(job.state)
+        piece = job.says.pop(0) if job.says else T.next_piece(job.state)
         job.state = T.fold(job.state, T.piece_id(piece))
         job.generated += 1
         job.text.append(piece)

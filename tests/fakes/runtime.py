@@ -47,6 +47,7 @@ class FakeRuntime:
         self.ready_at = 0.0
         self.starts = 1
         self._loaded_event = trio.Event()
+        self._prompt_before: list[int] = []
         self._nursery: trio.Nursery | None = None
 
     # --- scripting ---
@@ -89,6 +90,12 @@ class FakeRuntime:
     def kills(self) -> int:
         """How often the unified pool overflowed."""
         return self.engine.kills
+
+    def repeated(self, prompt: list[int]) -> list[str]:
+        """What an answer to ``prompt`` repeats, by ``config.repeats``: itself, or the prompt that came before it."""
+        before, self._prompt_before = self._prompt_before, prompt
+        ids = prompt if self.config.repeats == "own" else before if self.config.repeats == "other" else []
+        return [self.tokenizer.decode([token]) for token in ids]
 
     def count(self, text: str) -> int:
         return len(self.tokenizer.encode(text))

@@ -78,6 +78,7 @@ class RuntimeConfig:
     ``n_ctx`` is the whole pool, as in llama.cpp's ``-c``: with ``unified`` every slot may use all of it, otherwise each
     owns ``n_ctx // slots``. Rates are tokens per second; a decode step costs ``1 / decode_rate`` whatever the number of
     decoding slots. ``shared_step``: one loop for all slots, so a prefill batch of ``n_batch`` tokens delays everyone.
+    ``repeats``: an answer begins with its own prompt, or mixed up, with the one that came before it.
     ``answer_tokens`` is where the model says "stop" by itself (None: never, it runs to the limit).
     ``busy_after_close``: a cancelled request keeps its slot "processing" for so many seconds.
     ``deaf``: which clients' leaving goes unnoticed: the ``nonstream`` ones (llama.cpp), ``none`` or ``all``.
@@ -95,6 +96,7 @@ class RuntimeConfig:
     decode_rate: float = 100.0
     shared_step: bool = True
     cache_model: bool = True
+    repeats: Literal["", "own", "other"] = ""
     answer_tokens: int | None = 16
     model: str = "fake-model"
     build: str = "b0-fake"

@@ -1,0 +1,140 @@
+"""``kvstream doctor``, ``kvstream models`` and ``kvstream completion``: looking around, and the shell's help.
+
+As in ``cli``, everything heavy is imported inside the functions.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from typing import TYPE_CHECKING
+
+import click
+
+if TYPE_CHECKING:
+    from .gateway.doctor import Question, Report
+
+SHELLS = ("bash", "zsh", "fish")
+COMPLETE_VARIABLE = "_KVSTREAM_COMPLETE"  # what click looks for in a program called kvstream
+
+_config_option = click.option("--config", metavar="PATH", help="TOML file instead of ./kvstream.toml.")
+
+
+def _question(url: str | None, config: str | None) -> Question:
+    """What to examine; a wrong configuration is a finding, not an end."""
+    from .config import load_config
+    from .config_load import doubtful_variables
+    from .errors import ConfigError
+    from .gateway import statusview
+    from .gateway.doctor import Question
+
+    if url is not None:
+        statusview.check_url(url)
+    warnings = tuple(doubtful_variables(os.environ))
+    try:
+        return Question(load_config(config, os.environ, together=False), warnings=warnings, url=url)
+    except ConfigError as error:
+        return Question(None, tuple(error.problems), warnings, url)
+
+
+@click.command(short_help="Say what runs on this machine, what is wrong, and what to do.")
+@click.option("--url", metavar="URL", help="Look at this server only, a runtime or a KVStream.")
+@click.option("--json", "as_json", is_flag=True, help="The report as JSON.")
+@click.option("--isolation", is_flag=True,
+              help="Also test with some model calls whether sessions can see each other's text.")
+@_config_option
+@click.pass_context
+def doctor(ctx: click.Context, url: str | None, as_json: bool, isolation: bool, config: str | None) -> None:
+    """Say what runs on this machine, what the runtime lacks for KVStream, and the flag or setting that helps.
+
+    Changes nothing, and asks nothing that would load a model (--isolation does: it makes some short model calls).
+    Exit code 0: no problem; 1: problems; 2: the configuration is wrong.
+    """
+    from rich.console import Console
+
+    from .gateway.doctor import run_examination
+    from .gateway.doctorview import show
+
+    question = _question(url, config)
+    report = run_examination(question)
+    if isolation:
+        report = _with_isolation(report, question)
+    if as_json:
+        import json
+
+        click.echo(json.dumps(report.as_json(), indent=2))
+    else:
+        show(report, Console(highlight=False))
+    ctx.exit(report.exit_code)
+
+
+def _with_isolation(report: Report, question: Question) -> Report:
+    """The report with what the isolation test found, beside the server that was tested."""
+    import attrs
+
+    from .adapters.advice import Advice
+    from .gateway.doctor import isolation_target
+    from .gateway.isolation import judge, run_trial
+
+    target = isolation_target(report, question)
+    if target is None:
+        none = Advice("problem", "Isolation: there is no server to test.", "start one, or name it with --url")
+        return attrs.evolve(report, findings=(*report.findings, none))
+    server, model, api_key = target
+    trial = run_trial(server.url, model=model, api_key=api_key, progress=_show_progress)
+    tested = attrs.evolve(server, findings=(*server.findings, *judge(trial)))
+    return attrs.evolve(report, servers=tuple(tested if one is server else one for one in report.servers))
+
+
+def _show_progress(done: int, total: int) -> None:
+    """On stderr: one line that counts, or where nobody watches, now and then a line."""
+    if sys.stderr.isatty():
+        click.echo(f"\risolation: {done} of {total} calls", err=True, nl=done == total)
+    elif done % 10 == 0 or done == total:
+        click.echo(f"isolation: {done} of {total} calls", err=True)
+
+
+@click.command(short_help="List the models that clients can name.")
+@click.option("--url", metavar="URL", help="Ask this server, a KVStream or a runtime.")
+@click.option("--json", "as_json", is_flag=True, help="For programs.")
+@_config_option
+def models(url: str | None, as_json: bool, config: str | None) -> None:
+    """List the models that clients can name: of a running KVStream, or where none runs, of the runtimes found here."""
+    from rich.console import Console
+
+    from .errors import ConfigError
+    from .gateway.doctorview import show_models
+    from .gateway.inventory import run_listing
+
+    question = _question(url, config)
+    if question.config_problems:
+        raise ConfigError(list(question.config_problems))
+    groups = run_listing(question)
+    if as_json:
+        import json
+
+        import attrs
+
+        click.echo(json.dumps([attrs.asdict(group) for group in groups], indent=2))
+    else:
+        show_models(groups, Console(highlight=False))
+
+
+@click.command(short_help="Print the completion script for a shell.")
+@click.argument("shell", type=click.Choice(SHELLS))
+@click.pass_context
+def completion(ctx: click.Context, shell: str) -> None:
+    """Print the completion script for a shell.
+
+    \b
+    bash:  kvstream completion bash > ~/.local/share/bash-completion/completions/kvstream
+    zsh:   kvstream completion zsh > some folder of $fpath, as _kvstream
+    fish:  kvstream completion fish > ~/.config/fish/completions/kvstream.fish
+    """
+    from click.shell_completion import get_completion_class
+
+    found = get_completion_class(shell)
+    assert found is not None
+    script = found(ctx.find_root().command, {}, "kvstream", COMPLETE_VARIABLE)
+    # Not script.source(): for bash that runs bash, which need not be on the machine that prints the script.
+    click.echo(script.source_template % script.source_vars())

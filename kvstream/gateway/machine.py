@@ -1,0 +1,98 @@
+"""Facts about this machine that no server tells: its memory, file limits, and how a local server was started.
+
+What a platform does not offer is None; only Linux shows other processes' command lines.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+from ..adapters.llamacpp_flags import ENVIRONMENT_PREFIX, ServerFlags, is_llama_server
+
+PROCESSES_MAX = 10_000
+COMMAND_BYTES_MAX = 128 * 1024
+OLLAMA_PREFIX = "OLLAMA_"
+
+
+def memory_bytes() -> int | None:
+    """The memory that processes here can have: the machine's, or a container's share of it."""
+    try:
+        total: int | None = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    except (AttributeError, ValueError, OSError):
+        total = _windows_memory()
+    try:
+        limit = Path("/sys/fs/cgroup/memory.max").read_text("utf-8").strip()
+    except OSError:
+        return total
+    return min(total, int(limit)) if total is not None and limit.isdecimal() else total
+
+
+def _windows_memory() -> int | None:
+    """From GlobalMemoryStatusEx; not tried on a real Windows."""
+    import ctypes
+    import struct
+
+    kernel = getattr(getattr(ctypes, "windll", None), "kernel32", None)
+    if kernel is None:
+        return None
+    status = ctypes.create_string_buffer(struct.pack("=II7Q", 64, 0, *(0,) * 7), 64)
+    return int(struct.unpack_from("=Q", status, 8)[0]) if kernel.GlobalMemoryStatusEx(status) else None
+
+
+def files_max() -> int | None:
+    """How many files a process may open at most (the hard limit); None when there is no limit, or none to be known."""
+    if sys.platform == "win32":
+        return None
+    import resource
+
+    hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    return None if hard == resource.RLIM_INFINITY else hard
+
+
+def llama_flags(port: int, proc: Path = Path("/proc")) -> ServerFlags | None:
+    """How the llama.cpp server on ``port`` of this machine was started; None when that cannot be seen, or not for
+    sure."""
+    found = []
+    for pid, argv in _commands(proc):
+        if is_llama_server(argv):
+            flags = ServerFlags.read(argv, _environment(pid, ENVIRONMENT_PREFIX))
+            if flags.port == port:
+                found.append(flags)
+    return found[0] if found and all(flags == found[0] for flags in found) else None
+
+
+def ollama_variables(proc: Path = Path("/proc")) -> Mapping[str, str] | None:
+    """The ``OLLAMA_`` variables of a local ``ollama serve``; None when there is none, or it is not ours to look at."""
+    for pid, argv in _commands(proc):
+        if argv[0].rpartition("/")[2] == "ollama" and "serve" in argv[1:2]:
+            return _environment(pid, OLLAMA_PREFIX) if os.access(pid / "environ", os.R_OK) else None
+    return None
+
+
+def _commands(proc: Path) -> Iterator[tuple[Path, list[str]]]:
+    try:
+        pids = [entry for entry in proc.iterdir() if entry.name.isdecimal()][:PROCESSES_MAX]
+    except OSError:
+        return
+    for pid in pids:
+        words = _words(pid / "cmdline")
+        if words and words[0]:
+            yield pid, words
+
+
+def _environment(pid: Path, prefix: str) -> dict[str, str]:
+    """Only the variables with that prefix: the rest of a process's environment is none of our business."""
+    pairs = (word.partition("=") for word in _words(pid / "environ") if word.startswith(prefix))
+    return {name: value for name, _, value in pairs}
+
+
+def _words(path: Path) -> list[str]:
+    try:
+        with path.open("rb") as file:
+            data = file.read(COMMAND_BYTES_MAX)
+    except OSError:  # gone meanwhile, or somebody else's
+        return []
+    return data.decode("utf-8", "replace").rstrip("\0").split("\0")
