@@ -211,6 +211,25 @@ class SchedulerConfig:
 
 
 @frozen
+class CoalesceConfig:
+    """Identical deterministic requests of one client (temperature 0, embeddings) that come while the first runs."""
+
+    enabled: bool = key(True, "Let them share one call to the runtime.")
+    history_bytes_max: int = key(8 * 2**20, "How much of a shared answer is kept for those that join late, and how far "
+                                            "one that reads slowly may be behind the others.", unit="bytes", low=1024)
+
+
+@frozen
+class ResponseCacheConfig:
+    """Complete answers to deterministic requests, kept for the same client's same request. Off by default."""
+
+    enabled: bool = key(False, "Answer from the cache (x-kvstream-cache: hit).")
+    entries_max: int = key(1000, "Most answers kept.", unit="answers", low=1, high=1_000_000)
+    bytes_max: int = key(64 * 2**20, "Most bytes kept; the least recently used go first.", unit="bytes", low=1024)
+    ttl_s: float = key(300.0, "Keep an answer for this long.", unit="seconds", low=0.001)
+
+
+@frozen
 class PrefixCacheConfig:
     """Shared prompt prefixes."""
 
@@ -280,6 +299,8 @@ class Config:
     upstream: UpstreamConfig = UpstreamConfig()
     memory: MemoryConfig = MemoryConfig()
     scheduler: SchedulerConfig = SchedulerConfig()
+    coalesce: CoalesceConfig = CoalesceConfig()
+    response_cache: ResponseCacheConfig = ResponseCacheConfig()
     prefix_cache: PrefixCacheConfig = PrefixCacheConfig()
     prefix: PrefixConfig = PrefixConfig()
     attention: AttentionConfig = AttentionConfig()

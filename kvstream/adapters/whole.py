@@ -58,7 +58,7 @@ def chat_events(data: Any, plan: StreamPlan) -> list[UpstreamEvent] | None:
     choices = Choices()
     tokens, piece, ended = choices.read(data["choices"])
     numbers = usage_numbers(data)
-    raw = frame_of(*_chunks(data)) if plan.stream else b""
+    raw = frame_of(*stream_chunks(data)) if plan.stream else b""
     if numbers is not None:
         tokens = max(tokens, numbers.completion)
     events: list[UpstreamEvent] = [Delta(raw, data, tokens, piece), *ended]
@@ -82,7 +82,7 @@ def _head(data: Mapping[str, Any]) -> dict[str, Any]:
     return head
 
 
-def _chunks(data: Mapping[str, Any]) -> list[dict[str, Any]]:
+def stream_chunks(data: Mapping[str, Any]) -> list[dict[str, Any]]:
     """The chunks a streaming runtime would have sent: per choice one with its content, one with its finish reason."""
     chunks: list[dict[str, Any]] = []
     for choice in data["choices"]:

@@ -87,3 +87,8 @@ def log_turned_away(name: str, route: str, error: KVStreamError) -> None:
     outcome = outcome_of_refusal(error)
     request_log.info("%s", outcome, extra={"fields": {
         "id": name, "route": route, "outcome": outcome, "error": error.code, "status": error.status}})
+
+
+def log_shared(name: str, route: str, outcome: str, *, source: str) -> None:
+    """The same for a request that had no call of its own; ``source`` is the one whose call it shared, or the cache."""
+    request_log.info("%s", outcome, extra={"fields": {"id": name, "route": route, "outcome": outcome, "from": source}})

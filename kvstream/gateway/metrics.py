@@ -63,6 +63,12 @@ class Metrics:
         self.counted = Counter("kvstream_prompts_counted", "Prompts by how they were counted.", ["source"], registry=r)
         self.failovers = Counter(
             "kvstream_failovers", "Requests that a refused connection moved to another backend.", registry=r)
+        self.coalesced = Counter(
+            "kvstream_coalesced", "Requests that shared the call of one that was running.", registry=r)
+        self.cached = Counter(
+            "kvstream_response_cache", "Deterministic requests by whether their answer was kept.", ["result"],
+            registry=r)
+        self.cache_bytes = Gauge("kvstream_response_cache_bytes", "Bytes of answers kept.", registry=r)
         self.slots_capped = Counter(
             "kvstream_slots_not_idle", "Cancelled requests whose slot was given up waiting for.", registry=r)
         self.busy_retries = Counter(
@@ -127,6 +133,10 @@ class Metrics:
     def passed(self, route: str) -> None:
         """Book a call that needed no seat and was answered."""
         self.requests.labels(route, "served").inc()
+
+    def shared(self, route: str, outcome: str) -> None:
+        """Book a request that had no call of its own: one of several with one answer, or one from the cache."""
+        self.requests.labels(route, outcome).inc()
 
     def _tokens(self, stream: Stream, route: str) -> None:
         usage = stream.usage

@@ -103,6 +103,7 @@ class Proxy:
             async with self._open_answer(incoming, request_id) as answer:
                 held = True
                 headers.append((b"x-kvstream-count", answer.count_source.value.encode()))
+                headers.extend(answer.headers)
                 if request.stream:
                     await _StreamedAnswer(answer, dialect, send, headers, self._settings.keepalive_s).run()
                 else:

@@ -319,6 +319,10 @@ class _Routed:
         return data if self._renamed is None else renamed_data(data, self._renamed)
 
     @property
+    def headers(self) -> tuple[tuple[bytes, bytes], ...]:
+        return self._answer.headers
+
+    @property
     def error_forwarded(self) -> bool:
         return self._answer.error_forwarded
 

@@ -31,6 +31,7 @@ from ..config import Config, Loaded
 from ..errors import ShuttingDownError
 from .access import Access
 from .app import App, AppSettings, accepted_hosts
+from .coalesce import Coalescer
 from .connections import Server, open_sockets
 from .embedded import Died, EmbeddedEvent, EmbeddedServer, Loading, Restarting, describe_event
 from .engine import Engine
@@ -39,7 +40,7 @@ from .logs import set_up_logging
 from .metrics import Metrics
 from .proxy import Proxy, ProxySettings
 from .router import Router
-from .settings import access_settings, access_warnings, embedded_spec
+from .settings import access_settings, access_warnings, coalesce_settings, embedded_spec
 from .stream import Stream
 
 log = logging.getLogger("kvstream.serve")
@@ -64,6 +65,7 @@ class Gateway:
     server: Server
     app: App
     config: Config
+    coalescer: Coalescer
 
     @property
     def engine(self) -> Engine:
@@ -128,11 +130,13 @@ async def open_gateway(loaded: Loaded, *, engine: Engine | None = None, metrics:
                 ours = embedded is not None and not opened
                 opened.append(await lanes.open(config, backend, base_url=base_url if ours else "", restarts=ours))
             router = Router([each.lane for each in opened])
-        server, app = _make_server(config, router, metrics, sockets, embedded, hop)
+        coalescer = Coalescer(router.open_answer, metrics, coalesce_settings(config))
+        await (await _enter_nursery(stack)).start(coalescer.run)
+        server, app = _make_server(config, router, coalescer, metrics, sockets, embedded, hop)
         await (await _enter_nursery(stack)).start(server.run)
         host = config.server.host
         url = f"http://{f'[{host}]' if ':' in host else host}:{server.ports[0]}"
-        yield Gateway(url, router, lanes, server, app, config)
+        yield Gateway(url, router, lanes, server, app, config, coalescer)
 
 
 async def _enter_nursery(stack: AsyncExitStack) -> trio.Nursery:
@@ -143,10 +147,10 @@ async def _enter_nursery(stack: AsyncExitStack) -> trio.Nursery:
     return nursery
 
 
-def _make_server(config: Config, router: Router, metrics: Metrics, sockets: list[Any],
+def _make_server(config: Config, router: Router, coalescer: Coalescer, metrics: Metrics, sockets: list[Any],
                  embedded: EmbeddedServer | None, hop: str) -> tuple[Server, App]:
     settings = config.server
-    proxy = Proxy(router.open_answer, metrics, ProxySettings(
+    proxy = Proxy(coalescer.open_answer, metrics, ProxySettings(
         keepalive_s=settings.keepalive_s, body_bytes_max=settings.body_bytes_max, body_gap_s=settings.stall_s,
         answer_bytes_max=config.upstream.answer_bytes_max,
         forward_authorization=config.upstream.forward_authorization), pick=router.pick)

@@ -15,8 +15,11 @@ from ..config_auth import client_keys, keys_file_warning
 from ..core.scheduler import SchedulerSettings
 from ..errors import ConfigError
 from .access import AccessSettings, is_loopback
+from .answer_cache import CacheBounds
+from .coalesce import CoalesceSettings
 from .embedded import EmbeddedSpec
 from .engine import EngineSettings
+from .flight import FlightBounds
 from .hygiene import HygieneSettings
 from .stream import StreamTimes
 
@@ -81,6 +84,16 @@ def engine_settings(config: Config) -> EngineSettings:
         tokens_keyed_max=prefix.max_prefix_length if prefix.enabled else 0,
         hygiene=HygieneSettings(config.prefix.volatile, config.prefix.normalize, config.prefix.diagnose),
     )
+
+
+def coalesce_settings(config: Config) -> CoalesceSettings:
+    """Which requests share a call, and what is kept of answers."""
+    cache = config.response_cache
+    return CoalesceSettings(
+        enabled=config.coalesce.enabled,
+        twins=config.upstream.non_stream == "assemble",
+        bounds=FlightBounds(config.server.stream_buffer_bytes, config.coalesce.history_bytes_max),
+        cache=CacheBounds(cache.entries_max if cache.enabled else 0, cache.bytes_max, cache.ttl_s))
 
 
 def access_settings(config: Config) -> AccessSettings:

@@ -72,6 +72,7 @@ class Stream:
     left: bool = False  # the client went
     cut: KVStreamError | None = None  # we ended it: drain, pool, abort
     truncated: bool = False
+    headers: tuple[tuple[bytes, bytes], ...] = ()  # more headers that tell how it is served
     error_forwarded: bool = False  # the runtime's own error frame went to the client
     outcome: str | None = None
     ended: float | None = None

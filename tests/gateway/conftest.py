@@ -21,13 +21,14 @@ from attrs import define, field
 from kvstream.config import Config, Loaded
 from kvstream.gateway.access import Access
 from kvstream.gateway.app import App, AppSettings
+from kvstream.gateway.coalesce import Coalescer
 from kvstream.gateway.engine import Engine
 from kvstream.gateway.metrics import Metrics
 from kvstream.gateway.proxy import Proxy, ProxySettings
 from kvstream.gateway.router import Lane as RoutedLane
 from kvstream.gateway.router import Router
 from kvstream.gateway.serve import Gateway, open_gateway
-from kvstream.gateway.settings import access_settings, engine_settings, make_adapter
+from kvstream.gateway.settings import access_settings, coalesce_settings, engine_settings, make_adapter
 from tests.fakes import FakeRuntime, FakeUpstream, open_runtime
 from tests.fakes.client import Pairs, RawResponse, open_request, send_request
 from tests.fakes.server import FakeServer, open_server
@@ -219,7 +220,8 @@ async def open_lane(*, split: Any = None, wait: bool = True, knobs: Any = None,
         metrics.watch(engine)
         server = config.server
         router = Router([RoutedLane(engine)])
-        proxy = Proxy(router.open_answer, metrics, ProxySettings(
+        coalescer = Coalescer(router.open_answer, metrics, coalesce_settings(config))
+        proxy = Proxy(coalescer.open_answer, metrics, ProxySettings(
             keepalive_s=server.keepalive_s, body_bytes_max=server.body_bytes_max, body_gap_s=server.stall_s,
             answer_bytes_max=config.upstream.answer_bytes_max,
             forward_authorization=config.upstream.forward_authorization), pick=router.pick)
@@ -227,6 +229,7 @@ async def open_lane(*, split: Any = None, wait: bool = True, knobs: Any = None,
                   Access(access_settings(config)))
         async with trio.open_nursery() as nursery:
             await nursery.start(engine.run)
+            await nursery.start(coalescer.run)
             nursery.start_soon(router.lanes[0].listed.run)
             while wait and not is_up(engine):
                 await trio.sleep(0.01)

@@ -1087,7 +1087,78 @@ async def test_not_built_yet_attention_is_only_visible_in_status(autojump_clock:
         assert (await gw.status())["attention"] == "naive"
 
 
-# --- embedded: what the launch is told --------------------------------------------------------------------------------
+# --- sharing answers --------------------------------------------------------------------------------------------------
+
+
+async def two_at_once(gw: Front, **more: Any) -> int:
+    """Two identical requests at temperature 0; the calls that the runtime got."""
+    before = len(gw.runtime.journal.calls)
+    answers = [gw.start("the same", 40, temperature=0, **more) for _ in range(2)]
+    await trio.sleep(5)
+    assert [answer.status for answer in answers] == [200, 200]
+    return len(gw.runtime.journal.calls) - before
+
+
+@effect("coalesce.enabled")
+@pytest.mark.parametrize(("enabled", "calls"), [(True, 1), (False, 2)])
+async def test_identical_requests_are_one_call_or_two(autojump_clock: Any, enabled: bool, calls: int) -> None:
+    async with front({"coalesce.enabled": enabled}, answer_tokens=None) as gw:
+        assert await two_at_once(gw) == calls
+
+
+@effect("coalesce.history_bytes_max")
+@pytest.mark.parametrize(("size", "calls"), [(1024, 2), (2**20, 1)])
+async def test_beyond_this_nobody_joins(autojump_clock: Any, size: int, calls: int) -> None:
+    async with front({"coalesce.history_bytes_max": size}, answer_tokens=None) as gw:
+        first = gw.start("the same", 60, temperature=0)
+        await trio.sleep(0.3)
+        second = gw.start("the same", 60, temperature=0)
+        await trio.sleep(5)
+        assert first.body == second.body or calls == 2
+        assert len(gw.runtime.journal.calls) == calls
+
+
+CACHE = {"response_cache.enabled": True}
+
+
+@effect("response_cache.enabled")
+@pytest.mark.parametrize(("enabled", "calls"), [(True, 1), (False, 2)])
+async def test_an_answer_is_kept_or_not(autojump_clock: Any, enabled: bool, calls: int) -> None:
+    async with front({"response_cache.enabled": enabled}) as gw:
+        for _ in range(2):
+            assert (await gw.chat(temperature=0)).status == 200
+        assert len(gw.runtime.journal.calls) == calls
+
+
+@effect("response_cache.entries_max")
+@pytest.mark.parametrize(("entries", "calls"), [(1, 3), (2, 2)])
+async def test_so_many_answers_are_kept(autojump_clock: Any, entries: int, calls: int) -> None:
+    async with front(CACHE | {"response_cache.entries_max": entries}) as gw:
+        for text in ("a", "b", "a"):
+            await gw.chat(text, temperature=0)
+        assert len(gw.runtime.journal.calls) == calls
+
+
+@effect("response_cache.bytes_max")
+@pytest.mark.parametrize(("size", "calls"), [(2000, 2), (200_000, 1)])
+async def test_so_many_bytes_are_kept(autojump_clock: Any, size: int, calls: int) -> None:
+    async with front(CACHE | {"response_cache.bytes_max": size}) as gw:
+        for _ in range(2):
+            await gw.chat(temperature=0)
+        assert len(gw.runtime.journal.calls) == calls
+
+
+@effect("response_cache.ttl_s")
+@pytest.mark.parametrize(("seconds", "calls"), [(5.0, 2), (50.0, 1)])
+async def test_answers_are_kept_for_so_long(autojump_clock: Any, seconds: float, calls: int) -> None:
+    async with front(CACHE | {"response_cache.ttl_s": seconds}) as gw:
+        await gw.chat(temperature=0)
+        await trio.sleep(10)
+        await gw.chat(temperature=0)
+        assert len(gw.runtime.journal.calls) == calls
+
+
+# --- embedded ---------------------------------------------------------------------------------------------------------
 
 
 def flags(keys: Mapping[str, Any]) -> str:
