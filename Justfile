@@ -59,3 +59,11 @@ show-cancel *args:
 # The soak: 10,000 streams, 1,000 of them aborted; memory, descriptors and tasks before and after
 soak *args:
     {{python}} tests/measure/show_rss.py {{args}}
+
+# Two long prompts join three streams: how long the streams stand still, directly and through KVStream
+show-joining *args:
+    {{python}} tests/measure/show_joining.py {{args}}
+
+# Sixty-four clients on four slots: who is served in time, directly and through KVStream, one run of the bench
+show-goodput *args:
+    {{python}} tests/measure/show_goodput.py {{args}}

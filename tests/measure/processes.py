@@ -145,6 +145,14 @@ def kvstream(folder: Path, backend: Child, kind: str, *, watched: bool = False, 
     return running("kvstream", argv, port, "/ready", folder, env=environment() | (env or {}), pipes=watched)
 
 
+def kvstream_serving(folder: Path, env: dict[str, str]) -> contextlib.AbstractContextManager[Child]:
+    """`kvstream serve --model FILE`: KVStream starts llama.cpp itself, with flags of its own choice."""
+    port = free_port()
+    argv = [sys.executable, "-m", "kvstream", "serve", "--model", str(model_path()), "--port", str(port)]
+    own = {"KVSTREAM_EMBEDDED__STATE_DIR": str(folder / "state"), "KVSTREAM_EMBEDDED__THREADS": THREADS}
+    return running("kvstream", argv, port, "/ready", folder, env=environment() | own | env)
+
+
 def litellm(folder: Path, backend: Child, executable: str) -> contextlib.AbstractContextManager[Child]:
     """LiteLLM's proxy at its leanest: one model, one worker, no callbacks, no database, no log lines."""
     port = free_port()
