@@ -174,7 +174,8 @@ def _version(kind: str, replies: Replies) -> str:
                      if reply is not None and KVSTREAM_HEADER in reply.headers), "")  # fmt: skip
     path, name = {"llamacpp": (PROPS, "build_info"), "ollama": ("/api/version", "version"),
                   "vllm": ("/version", "version")}.get(kind, ("", ""))  # fmt: skip
-    return str(_json(replies, path).get(name) or "")
+    version = str(_json(replies, path).get(name) or "")
+    return "" if version == "b0-unknown" else version  # what wheels of llama.cpp say
 
 
 def _server(replies: Replies) -> str:

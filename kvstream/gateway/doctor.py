@@ -211,6 +211,8 @@ def _backend_findings(question: Question, found: list[Found | Silent]) -> Iterat
         if isinstance(there, Found):
             yield from _kind_findings(backend, there)
         elif not backend.url or (not is_chosen(question) and (runtimes or not there)):
+            if any(one.identity.kind == "kvstream" for one in answering):
+                continue  # it has its backend from elsewhere, and its own findings
             if not runtimes:
                 yield Advice("note", "No model runtime answers on this machine.", HOW_TO_START)
             else:
@@ -306,4 +308,4 @@ def _configuration(question: Question) -> str:
     if question.loaded is None:
         return "wrong"
     set_keys = sum(origin != "default" for origin in question.loaded.origins.values())
-    return f"{question.loaded.path or 'no kvstream.toml'}, {set_keys} keys set"
+    return f"{question.loaded.path or 'no kvstream.toml'}, {set_keys} {'key' if set_keys == 1 else 'keys'} set"

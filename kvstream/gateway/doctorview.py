@@ -20,7 +20,7 @@ from .statusview import _plain as plain
 STYLES = (("ok", "green"), ("note", "cyan"), ("warning", "yellow"), ("problem", "bold red"))
 ROLES = (("backend", "the configured backend"), ("serves", "behind KVStream"), ("given", "as given"), ("found", ""))
 INDENT = 11  # "  warning  "
-PLAIN_WIDTH = 100_000  # a pipe has no width: one finding, one line, for grep
+PLAIN_WIDTH = 10_000  # a pipe has no width: one finding, one line, for grep
 
 
 def show(report: Report, console: Console) -> None:
@@ -87,18 +87,20 @@ def _verdict(report: Report) -> Text:
 
 
 def show_models(groups: Sequence[ModelGroup], console: Console) -> None:
-    """Print models as a table."""
-    table = Table(box=None, pad_edge=False)
-    for title in ("model", "context", "state", "aliases", "served by", "at"):
-        table.add_column(title, justify="right" if title == "context" else "left", overflow="fold")
+    """Print models, a table per server and backend."""
     for group in groups:
+        served = f", served by {plain(group.backend)}" if group.title != group.backend else ""
+        _line(console, Text.assemble((plain(f"{group.title} at {group.url}"), "bold"), served))
+        if not group.models:
+            _line(console, Text("  it lists no model"))
+            continue
+        table = Table(box=None, pad_edge=True)
+        for title in ("model", "context", "state", "aliases"):
+            table.add_column(title, justify="right" if title == "context" else "left", overflow="fold")
         for row in group.models:
             table.add_row(Text(plain(row.name)), _context(row.context), Text(plain(row.state or "-")),
-                          Text(plain(", ".join(row.aliases) or "-")), Text(plain(group.backend)), group.url)
-    console.print(table)
-    for group in groups:
-        if not group.models:
-            _line(console, Text(f"{plain(group.backend)} at {group.url} lists no model."))
+                          Text(plain(", ".join(row.aliases) or "-")))
+        console.print(table, width=None if console.is_terminal else PLAIN_WIDTH)
 
 
 def _context(tokens: int | None) -> str:

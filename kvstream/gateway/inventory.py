@@ -19,9 +19,10 @@ from .statusview import url_of
 
 @frozen
 class ModelGroup:
-    """Models of one server. ``url`` is where clients find it, ``backend`` what serves them."""
+    """Models of one server. ``url`` is where clients find it, ``title`` what it is, ``backend`` what serves them."""
 
     url: str
+    title: str
     backend: str
     models: tuple[ModelRow, ...]
 
@@ -50,13 +51,13 @@ def run_listing(question: Question) -> list[ModelGroup]:
 def _groups(one: Found) -> list[ModelGroup]:
     rows = models_of(one.identity.kind, one.replies)
     if one.identity.kind != "kvstream":
-        return [ModelGroup(one.url, one.identity.title, tuple(rows))]
+        return [ModelGroup(one.url, one.identity.title, one.identity.title, tuple(rows))]
     lanes = lanes_of(snapshot_of(one.replies.get("/status")))
     groups: dict[int, list[ModelRow]] = {}
     for row in rows:
         index = next((i for i, lane in enumerate(lanes) if _names(lane) & {row.name, *row.aliases}), 0)
         groups.setdefault(index, []).append(_completed(row, lanes[index] if lanes else {}))
-    return [ModelGroup(one.url, _backend(lanes[index] if lanes else {}), tuple(groups[index]))
+    return [ModelGroup(one.url, one.identity.title, _backend(lanes[index] if lanes else {}), tuple(groups[index]))
             for index in sorted(groups)]
 
 

@@ -67,7 +67,8 @@ def advise_kvstream(reply: HttpReply | None, version: str, own_version: str, *, 
 def _hygiene(hygiene: Mapping[str, Any]) -> Iterator[Advice]:
     for found in _list(hygiene, "findings"):
         if isinstance(found, dict):
-            cost = f"{_text(found, 'requests')} requests, {_text(found, 'tokens_lost')} tokens read again each time"
+            times = "once" if found.get("requests") == 1 else f"{_text(found, 'requests')} times"
+            cost = f"seen {times}; each time {_text(found, 'tokens_lost')} tokens are read again"
             of = f" of {found['model']}" if found.get("model") else ""
             yield Advice("warning", f"Prompts{of}: {_text(found, 'text')} ({cost}).", _text(found, "remedy"))
 
