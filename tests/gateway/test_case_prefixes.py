@@ -11,6 +11,7 @@ import trio
 from kvstream.adapters.base import ProxyRequest
 from kvstream.core.volatile import replaced
 from kvstream.gateway.hygiene import HygieneSettings, PrefixHygiene
+from tests.fakes import Script
 from tests.gateway.conftest import Lane, open_lane
 
 BILLING = "x-anthropic-billing-header: cc_version=2.1.37.0d9; cc_entrypoint=cli; cch={};"
@@ -63,6 +64,36 @@ async def test_case_58_normalized_bodies_are_the_same(autojump_clock: Any) -> No
         assert BILLING.format("00000") in first.decode()  # the rest of the line is kept
         assert (await lane.status())["prefix_hygiene"]["findings"] == []
         assert lane.runtime.journal.calls[-1].request.json["messages"][0]["content"][1]["text"] == RULES
+
+
+SSE = (("Content-Type", "text/event-stream"),)
+ANSWER = b"".join(f"event: {value['type']}\ndata: {json.dumps(value)}\n\n".encode() for value in (
+    {"type": "message_start", "message": {"id": "m", "type": "message", "role": "assistant", "content": [],
+                                          "usage": {"input_tokens": 300, "output_tokens": 0}}},
+    {"type": "content_block_start", "index": 0, "content_block": {"type": "text", "text": ""}},
+    {"type": "content_block_delta", "index": 0, "delta": {"type": "text_delta", "text": "hi"}},
+    {"type": "content_block_stop", "index": 0},
+    {"type": "message_delta", "delta": {"stop_reason": "end_turn"}, "usage": {"output_tokens": 1}},
+    {"type": "message_stop"}))
+
+
+@pytest.mark.parametrize("names", [(), ("anthropic_cch",)])
+async def test_case_58_messages_of_claude_code(autojump_clock: Any, names: tuple[str, ...]) -> None:
+    """The route that Claude Code really calls."""
+    async with open_lane(prefix={"normalize": names}) as lane:
+        lane.runtime.script(Script(script=[(0, ANSWER)], headers=SSE), path="/v1/messages", times=None)
+        bodies = []
+        for nonce in ("fa690", "0b1c2"):
+            body = {"model": "m", "max_tokens": 9, "stream": True, "messages": [{"role": "user", "content": "hello"}],
+                    "system": [{"type": "text", "text": BILLING.format(nonce)}, {"type": "text", "text": RULES}]}
+            call = await lane.post(body, "/v1/messages")
+            assert call.status == 200 and b"message_stop" in call.body
+            bodies.append(body["system"])
+        got = [entry.request.json["system"] for entry in lane.runtime.journal.paths("/v1/messages")]
+        assert (got == bodies) is (not names) and (got[0] == got[1]) is bool(names)
+        assert await accounted(lane) > 100
+        findings = (await lane.status())["prefix_hygiene"]["findings"]
+        assert [found["pattern"] for found in findings] == ([] if names else ["anthropic_cch"])
 
 
 def test_case_58_in_messages_of_anthropic() -> None:
