@@ -88,7 +88,7 @@ _ROWS = (
 ROUTES: Mapping[str, Route] = MappingProxyType({row.path: row for row in _ROWS})
 
 OLLAMA_ROUTES = frozenset(path for path, row in ROUTES.items() if row.dialect == "ollama") | {
-    CHAT, COMPLETIONS, EMBEDDINGS}
+    CHAT, COMPLETIONS, EMBEDDINGS, MESSAGES, RESPONSES}
 """Ollama's own, and what it serves of the others."""
 
 OPENAI_ROUTES = frozenset(path for path, row in ROUTES.items() if path.startswith("/v1/") and row.access != MEDIA)

@@ -25,6 +25,7 @@ from .engine import Job
 from .front import Wire
 from .journal import Entry, FakeRequest
 from .ollama import CREATED_AT, Refused, Runner, dump_line, full_name
+from .ollama_v1 import shapes_of
 from .script import Script
 
 if TYPE_CHECKING:
@@ -64,7 +65,8 @@ class _Answer:
                  runner: Runner) -> None:  # fmt: skip
         self.rt, self.r, self.wire, self.entry, self.s, self.body, self.runner = rt, r, wire, entry, s, body, runner
         self.v1 = r.path.startswith("/v1/")
-        self.chat = r.path in ("/api/chat", "/v1/chat/completions")
+        self.chat = r.path in ("/api/chat", "/v1/chat/completions", "/v1/messages")
+        self.shapes = shapes_of(r.path, str(body.get("model", "")))
         self.stream = bool(body.get("stream", not self.v1)) and r.path not in EMBEDDINGS
         self.begun = False
         self.lines: list[dict[str, Any]] = []  # of a native answer in one piece
@@ -75,7 +77,7 @@ class _Answer:
             reason = "unload" if self.body.get("keep_alive") in (0, "0") else "load"
             await self._whole(self._line("", done=True) | {"done_reason": reason})
             return
-        job = self._job(self._cut(prompt))
+        job = self.job = self._job(self._cut(prompt))
         engine = self.runner.engine
         engine.submit(job)
         self.entry.task = job.task
@@ -109,7 +111,11 @@ class _Answer:
                 messages = [m | {"content": part.get("text", "")} if isinstance(part, Mapping) else m
                             for m in messages for part in
                             (m["content"] if isinstance(m.get("content"), list) else [None])]  # fmt: skip
-            text = T.apply_template(messages) if messages else ""
+            system = [{"role": "system", "content": body["system"]}] if body.get("system") else []
+            text = T.apply_template(system + messages) if messages else ""
+        elif self.r.path == "/v1/responses":
+            given = body.get("input", "")
+            text = given if isinstance(given, str) else T.apply_template(given)
         else:
             text = str(body.get("prompt", ""))
         return self.rt.tokenizer.encode(text)
@@ -124,7 +130,8 @@ class _Answer:
         return prompt[-(context // 2) :]
 
     def _job(self, prompt: list[int]) -> Job:
-        options = self.body.get("options") if not self.v1 else {"num_predict": self.body.get("max_tokens")}
+        limited = self.body.get("max_tokens", self.body.get("max_output_tokens"))
+        options = {"num_predict": limited} if self.v1 else self.body.get("options")
         limit = options.get("num_predict") if isinstance(options, Mapping) else None
         limit = limit if isinstance(limit, int) and limit > 0 else 10**9
         stop_at = self.s.tokens if self.s.tokens is not None else self.rt.config.answer_tokens
@@ -199,7 +206,11 @@ class _Answer:
         elif self.body.get("format") or self.body.get("response_format"):
             await self._say({"content": json.dumps({"answer": "".join(job.text).strip()}, ensure_ascii=False)})
         if self.v1:
-            await self._last_v1(job, "tool_calls" if tool else reason)
+            reason, text = "tool_calls" if tool else reason, "".join(job.text)
+            if self.stream:
+                await self._put(self.shapes.last(job, reason, text))
+            else:
+                await self._whole(self.shapes.whole(job, reason, text))
             return
         numbers = {"prompt_eval_count": len(job.prompt), "eval_count": job.generated,
                    "prompt_eval_duration": int(job.prefill_s * 1e9), "eval_duration": int(job.decode_s * 1e9),
@@ -239,39 +250,17 @@ class _Answer:
             else:
                 self.lines.append(line)
         elif self.stream:
-            if "thinking" in said:
-                said = {"reasoning": said["thinking"]}
-            await self._put(self._chunk({"role": "assistant", "content": content, **said}))
+            first = b"" if self.begun else self.shapes.start(self.job)
+            await self._put(first + self.shapes.say({"content": content, **said}))
         else:
             self.lines.append({"response": content})
-
-    def _chunk(self, delta: dict[str, Any], reason: str | None = None, **more: Any) -> bytes:
-        head = {"id": "chatcmpl-417", "object": "chat.completion.chunk", "created": W.CREATED,
-                "model": self.body["model"], "system_fingerprint": "fp_ollama"}  # fmt: skip
-        choice = {"index": 0, "delta": delta, "finish_reason": reason}
-        if not self.chat:
-            head |= {"id": "cmpl-417", "object": "text_completion"}
-            choice = {"index": 0, "text": delta.get("content", ""), "finish_reason": reason}
-        return W.event({**head, "choices": [choice], **more})
-
-    async def _last_v1(self, job: Job, reason: str) -> None:
-        usage = {"prompt_tokens": len(job.prompt), "completion_tokens": job.generated,
-                 "total_tokens": len(job.prompt) + job.generated}  # fmt: skip
-        if self.stream:
-            await self._put(self._chunk({"role": "assistant", "content": ""}, reason) + W.DONE)
-            return
-        text = "".join(line["response"] for line in self.lines)
-        message = {"message": {"role": "assistant", "content": text}} if self.chat else {"text": text}
-        await self._whole({"id": "chatcmpl-417", "object": "chat.completion" if self.chat else "text_completion",
-                           "created": W.CREATED, "model": self.body["model"], "system_fingerprint": "fp_ollama",
-                           "choices": [{"index": 0, **message, "finish_reason": reason}], "usage": usage})  # fmt: skip
 
     async def _fail(self) -> None:
         self.entry.outcome = "error"
         if not self.begun:
             raise Refused(500, FAILED)
         # /v1 decodes the error into a chunk that says nothing, and then the stream just ends
-        await self._put(self._chunk({"role": "assistant", "content": ""}) if self.v1 else dump_line({"error": FAILED}))
+        await self._put(self.shapes.lost() if self.v1 else dump_line({"error": FAILED}))
 
     # --- bytes ---
 

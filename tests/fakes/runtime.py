@@ -26,7 +26,8 @@ from .script import Rule, RuntimeConfig, Script
 from .slotfiles import slot_action
 
 INFERENCE = frozenset({"/v1/chat/completions", "/chat/completions", "/v1/completions", "/completion", "/completions"})
-OLLAMA_INFERENCE = NATIVE | {"/v1/chat/completions", "/v1/completions", "/v1/embeddings"}
+OLLAMA_INFERENCE = NATIVE | {"/v1/chat/completions", "/v1/completions", "/v1/embeddings",
+                            "/v1/messages", "/v1/responses"}
 SERVER = (("Server", "llama.cpp"),)
 JSON = (("Content-Type", "application/json; charset=utf-8"),)
 

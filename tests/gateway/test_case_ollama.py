@@ -11,6 +11,7 @@ import pytest
 import trio
 
 from tests.fakes import Script
+from tests.fakes.ollama import BUSY
 from tests.gateway.conftest import CHAT, COMPLETIONS, Lane, chat, data_of, error_of, metric, open_lane, text_of
 
 KNOBS: dict[str, Any] = {"dialect": "ollama", "slots": 1, "n_ctx": 4096, "decode_rate": 100, "answer_tokens": 4}
@@ -149,6 +150,40 @@ async def test_case_22_a_stream_that_just_ends_is_an_error(autojump_clock: Any, 
         lane.runtime.script(Script(end="eof_no_finish", tokens=3))
         whole = await lane.post(asked(path, stream=False), path)
         assert whole.status == 502
+
+
+@pytest.mark.parametrize("path", ["/v1/messages", "/v1/responses"])
+async def test_case_22_on_routes_that_go_to_ollama_as_they_are(autojump_clock: Any, path: str) -> None:
+    """There the error itself is lost; that the stream ended too soon is not."""
+    said: dict[str, Any] = {"max_tokens": 9, "messages": chat()["messages"]} if path == "/v1/messages" else {
+        "input": "hello"}
+    async with open_ollama() as lane:
+        good = await lane.post({"model": "fake-model", "stream": True, **said}, path)
+        assert good.status == 200 and (b"message_stop" in good.body or b"response.completed" in good.body)
+        whole = json.loads((await lane.post({"model": "fake-model", **said}, path)).body)
+        assert (whole.get("content") or whole["output"][0]["content"])[0]["text"]
+        lane.runtime.script(Script(end="error_event", tokens=3), times=2)
+        lost = await lane.post({"model": "fake-model", "stream": True, **said}, path)
+        assert lost.status == 200 and b"ended before it was finished" in lost.body
+        assert (await lane.post({"model": "fake-model", **said}, path)).status == 502
+        assert [entry.request.path for entry in lane.runtime.journal.calls] == [path] * 4
+        assert lane.idle()
+
+
+async def test_case_28_ollama_s_busy_is_waited_out_in_both_dialects(autojump_clock: Any) -> None:
+    busy = {"error": BUSY}
+    wrapped = {"error": {"message": BUSY, "type": "api_error", "param": None, "code": None}}
+    async with open_ollama() as lane:
+        for path in (CHAT, "/api/chat", "/v1/messages"):
+            for body in (busy, wrapped):
+                lane.runtime.script(Script(status=503, script=[(0, json.dumps(body).encode())]))
+            call = await lane.post(asked(path) | {"max_tokens": 9} if path != "/v1/messages" else {
+                "model": "fake-model", "max_tokens": 9, "messages": chat()["messages"]}, path)
+            assert call.status == 200 and len(lane.runtime.journal.calls) % 3 == 0
+        lane.runtime.script(Script(status=503, script=[(0, json.dumps(busy).encode())]), times=None)
+        call = await lane.post(native("/api/chat"), "/api/chat")
+        assert call.status == 503 and "retry-after" in call.headers
+        assert "maximum pending requests exceeded" in json.loads(call.body)["error"]
 
 
 async def test_case_29_the_queue_before_ollama_has_bounds(autojump_clock: Any) -> None:
