@@ -21,7 +21,7 @@ _HEADERS = frozenset({
 })
 _PREFIXES = ("x-kvstream-", "x-stainless-")
 _EXPOSED = (b"retry-after, www-authenticate, x-kvstream-cache, x-kvstream-coalesced, x-kvstream-count, "
-            b"x-kvstream-usage, x-kvstream-version, x-request-id")
+            b"x-kvstream-queue-ms, x-kvstream-usage, x-kvstream-version, x-request-id")
 _VARY_PREFLIGHT = b"Origin, Access-Control-Request-Method, Access-Control-Request-Headers"
 
 

@@ -228,6 +228,10 @@ class Subscription:
     def last_data(self) -> object:
         return self.source.last_data
 
+    @property
+    def granted(self) -> float | None:
+        return self.source.granted
+
 
 @define(eq=False)
 class Replay:
@@ -242,6 +246,7 @@ class Replay:
     last_data: object
     headers: tuple[tuple[bytes, bytes], ...] = ()
     truncated: bool = False
+    granted: float | None = None
     error_forwarded: bool = False
     finished: bool = False
     failed: KVStreamError | None = None

@@ -61,8 +61,8 @@ class Answer(Protocol):
     ``request`` and ``adapter`` are of the lane that serves it, which is certain with the first events. ``tokens`` are
     the answer pieces so far, ``usage`` is what the runtime reported, ``last_data`` the last parsed frame, for a frame
     of our own in its likeness. ``truncated``: we ended it for lack of pages, as if it had reached a token limit.
-    ``headers`` are more response headers, which tell how it is served. ``error_forwarded``: the client has had the
-    runtime's own error frame; set by the reader.
+    ``headers`` are more response headers, which tell how it is served. ``granted``: when it got its seat, by Trio's
+    clock. ``error_forwarded``: the client has had the runtime's own error frame; set by the reader.
     """
 
     @property
@@ -83,6 +83,8 @@ class Answer(Protocol):
     def last_data(self) -> object: ...
     @property
     def headers(self) -> tuple[tuple[bytes, bytes], ...]: ...
+    @property
+    def granted(self) -> float | None: ...
 
     error_forwarded: bool
 

@@ -99,15 +99,16 @@ class Proxy:
         request = incoming.proxy
         dialect = dialect_of(request.route)
         held = False
+        arrived = trio.current_time()
         try:
             async with self._open_answer(incoming, request_id) as answer:
                 held = True
                 headers.append((b"x-kvstream-count", answer.count_source.value.encode()))
                 headers.extend(answer.headers)
                 if request.stream:
-                    await _StreamedAnswer(answer, dialect, send, headers, self._settings.keepalive_s).run()
+                    await _StreamedAnswer(answer, dialect, send, headers, self._settings.keepalive_s, arrived).run()
                 else:
-                    await self._answer_whole(answer, dialect, send, headers)
+                    await self._answer_whole(answer, dialect, send, headers, arrived)
         except KVStreamError as error:  # nothing was sent yet: see _SseAnswer
             if not held:
                 self._turned_away(request_id, request.route, error)
@@ -118,9 +119,11 @@ class Proxy:
         log_turned_away(request_id, route, error)
         self._metrics.turned_away(route, error)
 
-    async def _answer_whole(self, answer: Answer, dialect: Dialect, send: Send, headers: Headers) -> None:
+    async def _answer_whole(self, answer: Answer, dialect: Dialect, send: Send, headers: Headers,
+                            arrived: float) -> None:
         """Assemble a streamed answer for a client that wants it in one piece."""
         events = await answer.get()
+        headers.extend(queue_header(answer, arrived))
         assembler = answer.adapter.assembler(answer.request)  # which lane serves it is known by now
         size = 0
         whole: bytes | None = None
@@ -145,6 +148,14 @@ class Proxy:
             await send_json(send, 200, whole, headers)
 
 
+def queue_header(answer: Answer, arrived: float) -> Headers:
+    """How long a request waited for its seat, in milliseconds, once it has one."""
+    if answer.granted is None:
+        return []
+    # One that joined another's call waited only from its own arrival on.
+    return [(b"x-kvstream-queue-ms", b"%.1f" % (max(0.0, answer.granted - arrived) * 1000))]
+
+
 async def _cancel_on_disconnect(receive: Receive, scope: trio.CancelScope) -> None:
     await wait_disconnect(receive)
     scope.cancel()
@@ -152,9 +163,13 @@ async def _cancel_on_disconnect(receive: Receive, scope: trio.CancelScope) -> No
 
 class _StreamedAnswer:
     """A streamed answer. The status is committed with the first frame or the first keepalive comment, whichever comes
-    first; an error before that is a proper HTTP error, after it an error frame and no ``[DONE]``."""
+    first; an error before that is a proper HTTP error, after it an error frame and no ``[DONE]``.
 
-    def __init__(self, answer: Answer, dialect: Dialect, send: Send, headers: Headers, keepalive_s: float) -> None:
+    The wait in the queue is a header; where a keepalive sent the headers before it was known, it is a comment.
+    """
+
+    def __init__(self, answer: Answer, dialect: Dialect, send: Send, headers: Headers, keepalive_s: float,
+                 arrived: float) -> None:
         self._answer = answer
         self._dialect = dialect
         self._send = send
@@ -163,6 +178,8 @@ class _StreamedAnswer:
         self._ping_at = trio.current_time() + self._keepalive_s
         self._usage_due = answer.request.include_usage  # asked for, and not sent yet
         self._started = False
+        self._arrived = arrived
+        self._wait_told = not dialect.media_type.startswith(b"text/event-stream")  # or nothing to tell it with
 
     async def run(self) -> None:
         ended_well = False
@@ -204,11 +221,18 @@ class _StreamedAnswer:
             raw = getattr(event, "raw", b"")
             if raw:
                 frames.append(raw)
+        if frames and self._started and not self._wait_told:
+            frames[:0] = [b": queued-ms " + value + b"\n\n" for _, value in self._wait()]
         return b"".join(frames)
+
+    def _wait(self) -> Headers:
+        wait = queue_header(self._answer, self._arrived)
+        self._wait_told = self._wait_told or bool(wait)
+        return wait
 
     async def _write(self, data: bytes) -> None:
         if not self._started:
             self._started = True
-            await start_stream(self._send, self._dialect.media_type, self._headers)
+            await start_stream(self._send, self._dialect.media_type, [*self._headers, *self._wait()])
         await self._send({"type": "http.response.body", "body": data, "more_body": True})
         self._ping_at = trio.current_time() + self._keepalive_s

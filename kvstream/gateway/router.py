@@ -323,6 +323,10 @@ class _Routed:
         return self._answer.headers
 
     @property
+    def granted(self) -> float | None:
+        return self._answer.granted
+
+    @property
     def error_forwarded(self) -> bool:
         return self._answer.error_forwarded
 

@@ -68,6 +68,7 @@ async def test_direct_and_through_a_kvstream_in_one_run(tmp_path: Path) -> None:
     assert (direct["label"], ours["label"]) == ("direct", "kvstream") and ours["kind"].startswith("KVStream ")
     assert direct["prompt_length"] == ours["prompt_length"] == "exact"
     assert ours["whole"]["full"] == direct["whole"]["full"] == 12
+    assert ours["whole"]["latencies"]["queue"]["n"] == 12 and "queue" not in direct["whole"]["latencies"]
     assert value["comparisons"][0]["ratios"] and b"within the SLO" in done.stdout
 
 
