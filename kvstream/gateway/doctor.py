@@ -140,8 +140,7 @@ async def look_around(question: Question) -> list[Found | Silent]:
 
 def backends_of(config: Config) -> tuple[BackendConfig, ...]:
     """The backends that are not started by KVStream itself."""
-    backends: tuple[BackendConfig, ...] = getattr(config, "backends", (config.backend,))
-    return backends[1:] if config.embedded.model else backends
+    return config.backends[1:] if config.embedded.model else config.backends
 
 
 def _role(one: Found, question: Question, found: list[Found]) -> str:

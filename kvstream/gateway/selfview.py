@@ -4,11 +4,14 @@ that is missing says nothing, and nothing is an error."""
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 from ..adapters.advice import Advice
 from ..adapters.base import HttpReply
 
+BREAKER_STATES = MappingProxyType({"breaker_open": "not asked for a while, it failed too often",
+                                   "half_open": "being tried again after it failed too often"})
 GOOD_STATES = frozenset(("up", "sleeping", "loading", "starting"))
 
 
@@ -51,10 +54,18 @@ def advise_kvstream(reply: HttpReply | None, version: str, own_version: str, *, 
             yield Advice("ok", f"Its backend ({where}) is {state}.")
         elif state:
             detail = f" ({_text(backend, 'detail')})" if backend.get("detail") else ""
-            yield Advice("note" if state in GOOD_STATES else "problem", f"Its backend ({where}) is {state}{detail}.",
-                         "" if state in GOOD_STATES else "start the runtime, or set backend.base_url")
+            why = _table(lane, "breaker").get("why")
+            detail = f" ({why})" if why and state in BREAKER_STATES else detail
+            yield Advice("note" if state in GOOD_STATES else "problem",
+                         f"Its backend ({where}) is {BREAKER_STATES.get(state, state)}{detail}.",
+                         "" if state in GOOD_STATES else "look at the runtime's log" if state in BREAKER_STATES else
+                         "start the runtime, or set backend.base_url")
         for note in _list(_table(lane, "capacity"), "notes"):
             yield Advice("note", f"Capacity: {_sentence(note)}")
+        for row in _list(lane, "options_alternate"):
+            if isinstance(row, dict):
+                fact, _, cure = _text(row, "warning").partition("; ")
+                yield Advice("warning", _sentence(f"Ollama: {fact}"), cure)
         yield from _hygiene(_table(lane, "prefix_hygiene"))
     if not ready and good:
         yield Advice("problem", "It is alive but not ready.", "kvstream health says why")

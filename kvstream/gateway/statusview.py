@@ -149,7 +149,8 @@ def render(snapshot: Mapping[str, Any]) -> RenderableType:
         return Text(_plain(snapshot["error"]), style="red")
     capacity, seats, queue = (_table(snapshot, name) for name in ("capacity", "seats", "queue"))
     parts: list[RenderableType] = [_headline(snapshot), _capacity(capacity, _table(snapshot, "backend")),
-                                     *_alternating(_list(snapshot, "options_alternate"))]
+                                     *_alternating(_list(snapshot, "options_alternate")),
+                                     *_hygiene(_list(_table(snapshot, "prefix_hygiene"), "findings"))]
     if capacity:
         parts.append(Text(f"seats     {_n(seats, 'used')} of {_n(seats, 'total')} used, "
                           f"{_n(seats, 'draining')} draining"))
@@ -200,6 +201,13 @@ def _capacity(capacity: Mapping[str, Any], backend: Mapping[str, Any]) -> Text:
 
 def _alternating(rows: Sequence[Any]) -> list[RenderableType]:
     return [Text(f"warning   {_plain(row.get('warning'))}", style="yellow") for row in rows if isinstance(row, Mapping)]
+
+
+def _hygiene(rows: Sequence[Any]) -> list[RenderableType]:
+    """What keeps prompts from sharing their prefix."""
+    return [Text(f"warning   {_n(row, 'text')}: {_n(row, 'tokens_lost')} tokens read again each time, seen "
+                 f"{_n(row, 'requests')} times; {_n(row, 'remedy')}", style="yellow")
+            for row in rows if isinstance(row, Mapping)]
 
 
 def _pages(pages: Mapping[str, Any]) -> Table:

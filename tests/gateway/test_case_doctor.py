@@ -100,6 +100,17 @@ async def test_a_configured_backend_that_is_away(others: bool) -> None:
         assert (server.base_url in texts(report, "problem")) is others
 
 
+async def test_several_backends_of_which_one_is_away(tmp_path: Path) -> None:
+    async with open_runtime() as runtime, open_server(runtime) as server:
+        away = f"http://127.0.0.1:{free_port()}"
+        path = tmp_path / "two.toml"
+        path.write_text(f'[server]\nport = {free_port()}\n[[backend]]\nbase_url = "{server.base_url}"\n'
+                        f'[[backend]]\nname = "b"\nbase_url = "{away}"\n', "utf-8")
+        report = await examine(Question(load_config(path, env={}), facts=facts()))
+        assert [(one.url, one.role) for one in report.servers] == [(server.base_url, "backend")]
+        assert report.count("problem") == 1 and f"{away} is not there" in texts(report, "problem")
+
+
 async def test_a_backend_of_another_kind() -> None:
     async with open_runtime(dialect="openai") as runtime, open_server(runtime) as server:
         report = await examine(ask(backend__base_url=server.base_url))
