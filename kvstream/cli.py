@@ -147,7 +147,7 @@ for _command in (doctor, models, completion):
 
 
 @main.command(short_help="Serve an OpenAI-compatible API in front of a runtime.")
-@key_option("--backend", metavar="KIND", help="Kind of runtime: llamacpp or openai.")
+@key_option("--backend", metavar="KIND", help="Kind of runtime: llamacpp, ollama or openai.")
 @key_option("--backend-url", metavar="URL",
               help="Where the runtime listens; http://127.0.0.1:8081 unless told otherwise, for llamacpp.")
 @key_option("--model", metavar="NAME|PATH",

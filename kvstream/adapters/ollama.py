@@ -48,6 +48,7 @@ from .ollama_request import CHAT, EMBEDDINGS, NATIVE_OF, Unsupported, translated
 from .ollama_stream import NativeAssembler, NativeDecoder, OpenAIDecoder
 from .ollama_whole import EmbeddingDecoder
 from .openai import OpenAIBackend
+from .routes import OLLAMA_ROUTES
 
 GENERATE, EMBED, EMBED_OLD = "/api/generate", "/api/embed", "/api/embeddings"
 STREAMED = frozenset({"/api/chat", GENERATE})
@@ -63,6 +64,15 @@ CONTEXT_DEFAULT = 4096
 SHOWN_MAX = 3
 """Of so many loaded models the geometry is asked."""
 
+CAPABILITIES = Capabilities(
+    routes=OLLAMA_ROUTES,
+    translated=frozenset(NATIVE_OF),
+    passed=frozenset({"/api/tags", "/api/ps", "/api/version", "/api/show"}),
+    usage_injected=False,
+    loads_on_demand=True,
+    cancel="batch",
+)
+
 _ACCEPT: Mapping[bool, str] = MappingProxyType({True: "application/x-ndjson", False: "application/json"})
 
 
@@ -76,15 +86,7 @@ class OllamaBackend(OpenAIBackend):
 
     @property
     def capabilities(self) -> Capabilities:
-        base = super().capabilities
-        return Capabilities(
-            routes=base.routes | NATIVE | set(NATIVE_OF),
-            translated=frozenset(NATIVE_OF),
-            passed=frozenset({"/api/tags", "/api/ps", "/api/version", "/api/show"}),
-            usage_injected=False,
-            loads_on_demand=True,
-            cancel="batch",
-        )
+        return CAPABILITIES
 
     # --- requests ---
 
@@ -119,7 +121,8 @@ class OllamaBackend(OpenAIBackend):
         else:
             view, body = request.view, request.body
         changes: dict[str, Any] = {}
-        if route in STREAMED and bool(view.get("stream", True)) is not stream:
+        given = view.get("stream")
+        if route in STREAMED and (True if given is None else given) is not stream:
             changes["stream"] = stream
         if self.model and not view.get("model"):
             changes["model"] = self.model

@@ -92,7 +92,8 @@ def _check_options(view: Mapping[str, Any]) -> None:
     if options is not None and not isinstance(options, dict):
         raise InvalidRequestError("'options' must be an object", param="options")
     limit = (options or {}).get("num_predict")
-    if limit is not None and (isinstance(limit, bool) or not isinstance(limit, (int, float))):
+    whole = isinstance(limit, int) or (isinstance(limit, float) and limit.is_integer())
+    if limit is not None and (isinstance(limit, bool) or not whole):
         raise InvalidRequestError("'options.num_predict' must be an integer", param="options.num_predict")
 
 

@@ -201,6 +201,7 @@ def test_a_native_client_without_a_stream_still_streams_from_ollama() -> None:
     assert sent("/api/chat", {"model": "m", "stream": False})["stream"] is True
     assert sent("/api/chat", {"model": "m", "stream": False}, stream=False)["stream"] is False
     assert sent("/api/chat", {"model": "m"}, stream=False)["stream"] is False
+    assert sent("/api/chat", {"model": "m", "stream": None}) == {"model": "m", "stream": None}
     assert sent("/api/embed", {"model": "m", "input": "a"}, stream=True) == {"model": "m", "input": "a"}
 
 

@@ -72,7 +72,11 @@ class _Answer:
         self.lines: list[dict[str, Any]] = []  # of a native answer in one piece
 
     async def run(self) -> None:
-        prompt = self._prompt()
+        try:
+            prompt = self._prompt()
+            self._tool()
+        except (TypeError, AttributeError, KeyError, ValueError) as wrong:
+            raise Refused(400, f"json: cannot unmarshal: {wrong}") from wrong
         if not prompt:
             reason = "unload" if self.body.get("keep_alive") in (0, "0") else "load"
             await self._whole(self._line("", done=True) | {"done_reason": reason})

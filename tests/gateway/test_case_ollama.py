@@ -13,6 +13,7 @@ import trio
 from tests.fakes import Script
 from tests.fakes.ollama import BUSY
 from tests.gateway.conftest import CHAT, COMPLETIONS, Lane, chat, data_of, error_of, metric, open_lane, text_of
+from tests.gateway.several import open_several
 
 KNOBS: dict[str, Any] = {"dialect": "ollama", "slots": 1, "n_ctx": 4096, "decode_rate": 100, "answer_tokens": 4}
 NATIVE = ("/api/chat", "/api/generate")
@@ -341,3 +342,28 @@ async def test_case_35_status_warns_that_options_alternate(autojump_clock: Any, 
         assert told["options"] == ["none", "num_ctx=4096"] and "options alternate" in told["warning"]
         assert ("group_by_load_key" in told["warning"]) is not grouped
         assert lane.runtime.loads == 4
+
+
+# --- several backends -------------------------------------------------------------------------------------------------
+
+
+async def test_two_ollamas_are_one_to_their_clients(autojump_clock: Any) -> None:
+    rows = [{"name": name, "type": "ollama", "aliases": (f"mine={model}",) if name == "b" else (),
+             "knobs": KNOBS | {"model": model}} for name, model in (("a", "one"), ("b", "two:7b"))]
+    async with open_several(*rows, {"name": "c", "type": "llamacpp"}) as lanes:
+        tags = json.loads((await lanes.get("/api/tags")).body)["models"]
+        assert [row["name"] for row in tags] == ["one:latest", "two:7b"]
+        for model, index in (("one", 0), ("one:latest", 0), ("two:7b", 1), ("mine", 1)):
+            before = [len(runtime.journal.calls) for runtime in lanes.runtimes]
+            call = await lanes.post(native("/api/chat") | {"model": model}, "/api/chat")
+            assert call.status == 200
+            after = [len(runtime.journal.calls) for runtime in lanes.runtimes]
+            assert [b - a for a, b in zip(before, after, strict=True)] == [int(i == index) for i in range(3)]
+            assert {line["model"] for line in lines(call.body)} == {model}  # as the client called it
+        loaded = json.loads((await lanes.get("/api/ps")).body)["models"]
+        assert [row["name"] for row in loaded] == ["one:latest", "two:7b"]
+        assert (await lanes.post({"model": "two:7b"}, "/api/show")).status == 200
+        assert (await lanes.post({"model": "nope"}, "/api/show")).status == 404
+        lanes.runtimes[0].config.refuse = True  # one of them goes away
+        assert [row["name"] for row in json.loads((await lanes.get("/api/tags")).body)["models"]] == ["two:7b"]
+        assert (await lanes.get("/")).body == b"Ollama is running"
