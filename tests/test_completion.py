@@ -18,7 +18,7 @@ from click.testing import CliRunner
 
 from kvstream import cli
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[1]
 SUBCOMMANDS = {"serve", "demo", "status", "health", "doctor", "models", "completion", "check-config"}
 WAIT_S = 60.0  # a guard against hanging: each press of the key starts a Python
 
