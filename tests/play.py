@@ -38,10 +38,11 @@ def keys_of(prompt: str | int, tokens: int, page_tokens: int = PAGE) -> tuple[Pa
 
 
 def submit(rid: int, tokens: int, most: int | None = 16, *, prompt: str | int | None = None, priority: str = "normal",
-           client: str = "", deadline: float = 1e9, size: int = 0) -> m.Submitted:
+           client: str = "", deadline: float = 1e9, size: int = 0, weight: float = 1.0, group: str = "",
+           seats: int = 1) -> m.Submitted:
     return m.Submitted(
         RequestId(rid), keys_of(rid if prompt is None else prompt, tokens), tokens, most, deadline,
-        Priority[priority.upper()], client, size, CountSource.EXACT,
+        Priority[priority.upper()], client, size, CountSource.EXACT, weight=weight, group=group, seats=seats,
     )
 
 
@@ -103,6 +104,11 @@ class Play:
     @property
     def waiting(self) -> list[int]:
         return [view.rid for view in self.see().waiting]
+
+    @property
+    def why(self) -> dict[int, str]:
+        """Why each waiting request waits."""
+        return {view.rid: view.why for view in self.see().waiting}
 
     @property
     def free(self) -> int:

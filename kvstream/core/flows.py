@@ -6,11 +6,11 @@ fair to each other: the head of a flow stands at
 
     claim + handicap,   claim = max(its arrival, its client's turn)
 
-where a grant moves the client's *turn* from the claim that was granted towards now, by 1 / weight of the way. With
-weight 1 the turn is the time of the last grant: a flood and a polite client alternate, and nobody needs a configured
-share. In general whoever has the oldest claim is next, so all claims that wait are about equally old, say T; a grant
-renews T / weight of it, hence a client of weight w is granted w times as often as one of weight 1. Light weights put
-the turn into the future, at most ``ageing_s`` of it.
+where the *turn* is the time of the client's last grant: a flood and a polite client alternate, and nobody needs a
+configured share. A client of weight w stays where it is for w grants before its turn is over (what is left of a
+fraction counts in the next round), so it has w times the turns of a client of weight 1; weights are relative to the
+lightest client that waits in the class. Ageing between classes counts from the last grant, whatever the weight: else a
+heavy client of a low class, once aged, would take all its turns before the classes above.
 
 A *section* holds requests that wait for one and the same thing (``state.Gate``); ``OPEN`` is for those that wait for
 nothing but their place. A section that is held takes no part in who is next; closing or opening one is a flag, however
@@ -28,6 +28,7 @@ from .types import Priority, Why
 
 WEIGHT_MIN: Final = 0.01
 WEIGHT_MAX: Final = 100.0
+ONE: Final = 1 - 1e-9  # a whole grant, but for rounding
 
 Place = tuple[float, int]  # arrival + handicap, order of submission
 
@@ -38,22 +39,25 @@ Standing = tuple[int, float, int, int, "Flow"]
 class Share:
     """What one client has waiting in one class, in all sections together."""
 
-    __slots__ = ("count", "flows", "level", "turn", "weight")
+    __slots__ = ("count", "credit", "flows", "granted", "level", "turn", "weight")
 
     def __init__(self, level: int) -> None:
         self.level = level  # the class's rank, 0 is the most urgent
         self.turn = -inf  # since when this client's next request has been next
-        self.weight = 1.0
+        self.granted = -inf  # when it was last granted a seat
+        self.weight: float | None = None
+        self.credit = 0.0  # grants that are left of this round
         self.count = 0
         self.flows: list[Flow] = []  # as many as there are sections in which it waits
 
-    def grant(self, claim: float, now: float, ageing_s: float) -> None:
-        """A request that stood at ``claim`` leaves for a seat. The caller puts the flows where they belong now."""
-        if self.weight == 1.0:
+    def grant(self, now: float, lightest: float) -> None:
+        """A request leaves for a seat. The caller puts the flows where they belong now."""
+        self.granted = now
+        if self.credit < ONE:
+            self.credit += (self.weight or lightest) / lightest
+        self.credit -= 1
+        if self.credit < ONE:
             self.turn = now
-        else:
-            turn = claim + max(0.0, now - claim) / self.weight
-            self.turn = min(turn, now + ageing_s) if ageing_s else turn
 
 
 class Flow:
@@ -65,15 +69,15 @@ class Flow:
         self.share = share
         self.section = section
         self.entries: list[tuple[float, int, Waiting]] = []
-        self.claim = inf  # since when the head has been next in this flow
+        self.claim = inf  # since when the head has been next in this flow, for ageing
         self.place: Place = (inf, 0)
 
     def claim_of_head(self) -> float:
-        return max(self.entries[0][2].arrived, self.share.turn)
+        return max(self.entries[0][2].arrived, self.share.granted)
 
     def place_of_head(self) -> Place:
         _, seq, waiting = self.entries[0]
-        return self.claim_of_head() + waiting.handicap_s, seq
+        return max(waiting.arrived, self.share.turn) + waiting.handicap_s, seq
 
 
 class Section:

@@ -36,12 +36,13 @@ SHARES_COUNTED_MAX: Final = 256  # clients beyond which ``ahead`` takes a bound 
 class WaitingQueue:
     """All waiting requests of one lane. ``ageing_s`` of waiting make up for one class."""
 
-    __slots__ = ("_ageing_s", "_by_rid", "_deadlines", "_open", "_sections", "_shares", "bytes")
+    __slots__ = ("_ageing_s", "_by_rid", "_deadlines", "_open", "_sections", "_shares", "_weights", "bytes")
 
     def __init__(self, ageing_s: float) -> None:
         self._ageing_s = ageing_s
         self._by_rid: dict[RequestId, Waiting] = {}
         self._shares: dict[tuple[Priority, str], Share] = {}
+        self._weights: tuple[dict[float, int], ...] = tuple({} for _ in Priority)  # clients by weight, per class
         self._sections: dict[Gate, Section] = {OPEN: Section(OPEN)}
         self._open: dict[Gate, Section] = dict(self._sections)
         self._deadlines: list[tuple[float, int, Waiting]] = []
@@ -69,7 +70,7 @@ class WaitingQueue:
         if share is None:
             share = self._shares[waiting.priority, waiting.client] = Share(waiting.priority.value)
         share.count += 1
-        share.weight = min(max(WEIGHT_MIN, waiting.weight), WEIGHT_MAX)
+        self._weigh(share, min(max(WEIGHT_MIN, waiting.weight), WEIGHT_MAX))
         self._enter(waiting)
         heappush(self._deadlines, (waiting.deadline, waiting.seq, waiting))
 
@@ -79,11 +80,11 @@ class WaitingQueue:
         self.bytes -= waiting.bytes
         share = self._shares[waiting.priority, waiting.client]
         if granted is not None:
-            claim = self._sections[waiting.gate].flows[waiting.priority, waiting.client].claim
-            share.grant(claim, granted, self._ageing_s)
+            share.grant(granted, min(self._weights[share.level]))
         self._leave(waiting)
         share.count -= 1
         if not share.count:
+            self._weigh(share, None)
             del self._shares[waiting.priority, waiting.client]
         elif granted is not None:
             for flow in share.flows:
@@ -210,7 +211,7 @@ class WaitingQueue:
             if other.level < share.level:
                 others += other.count
             elif other.level == share.level and other is not share:
-                others += min(other.count, ceil(rounds * other.weight / share.weight))
+                others += min(other.count, ceil(rounds * (other.weight or 1) / (share.weight or 1)))
         return mine + others
 
     # --- deadlines --------------------------------------------------------------------------------------------------
@@ -237,6 +238,18 @@ class WaitingQueue:
         if section is None:
             section = self._sections[waiting.gate] = self._open[waiting.gate] = Section(waiting.gate)
         section.enter(waiting, self._shares[waiting.priority, waiting.client])
+
+    def _weigh(self, share: Share, weight: float | None) -> None:
+        """A client's weight is this from now on, or it has nothing waiting any more."""
+        weights = self._weights[share.level]
+        if weight != share.weight:
+            if share.weight is not None:
+                weights[share.weight] -= 1
+                if not weights[share.weight]:
+                    del weights[share.weight]
+            if weight is not None:
+                weights[weight] = weights.get(weight, 0) + 1
+            share.weight = weight
 
     def _leave(self, waiting: Waiting) -> None:
         section = self._sections[waiting.gate]
@@ -265,5 +278,8 @@ class WaitingQueue:
         for (priority, client), share in self._shares.items():
             assert share.level == priority.value
             assert share.count == sum(len(flow.entries) for flow in share.flows) > 0, f"{client!r} miscounted"
+        for level, weights in enumerate(self._weights):
+            heavy = [share.weight for share in self._shares.values() if share.level == level]
+            assert sum(weights.values()) == len(heavy) and set(weights) == set(heavy), "weights miscounted"
         due = {id(entry[2]) for entry in self._deadlines}
         assert all(id(w) in due for w in listed), "a waiting request without a deadline"

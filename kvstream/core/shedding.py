@@ -21,6 +21,7 @@ from typing import Final
 
 ENDS_MIN: Final = 8  # fewer say nothing
 ENDS_KEPT: Final = 256
+CAUTION: Final = 1.05  # an estimate wavers: who comes back must not be early by a hair
 
 
 class Shedder:
@@ -72,6 +73,6 @@ class Shedder:
         rate = self.per_s()
         if rate is None or self._seen % self._probe_every == 0:
             return None
-        fits = self._now + (ahead + 1) / rate - patience_s
+        fits = self._now + (ahead + 1) / rate * CAUTION - patience_s
         self._promised = min(max(fits, self._promised + 1 / rate), fits + self._window_s)
         return self._promised - self._now

@@ -6,11 +6,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 
 from hypothesis import given
+from hypothesis import settings as given_few
 from hypothesis import strategies as st
 
 from kvstream.core import messages as m
 from kvstream.core.policy import handicap_s, predicted_work
-from tests.play import Play, ended, submit
+from tests.play import Play, ended, produced, submit
 
 
 def serve(play: Play, arrivals: Callable[[int], Iterable[m.Submitted]], seconds: int) -> dict[int, int]:
@@ -142,3 +143,70 @@ def test_more_work_waits_longer_but_never_longer_than_ageing(a: float, b: float)
 
 def test_predicted_work_counts_prefill_less() -> None:
     assert predicted_work(1000, 100, 0.1) == 200
+
+
+# --- weights ----------------------------------------------------------------------------------------------------------
+
+
+def turns(weights: dict[str, float], seconds: int, **settings: float) -> dict[str, int]:
+    """How many of the first ``seconds`` services each client gets while all of them have plenty waiting."""
+    play = Play(seats=1, ageing_s=30, wait_s_max=1e6, queue_max=10_000, **settings)  # type: ignore[arg-type]
+    each, clients, counts = seconds + 2, list(weights), dict.fromkeys(weights, 0)
+    events: list[m.Event] = [submit(n * each + i, 16, client=client, weight=weight)
+                             for n, (client, weight) in enumerate(weights.items()) for i in range(each)]
+    for now in range(seconds):
+        for action in play.scheduler.step(float(now), events):
+            assert isinstance(action, m.Admit)
+            counts[clients[action.rid // each]] += 1
+            events = [ended(action.rid)]
+    play.scheduler.check_invariants()
+    return counts
+
+
+@given_few(max_examples=15)
+@given(st.lists(st.sampled_from([0.5, 1.0, 1.5, 2.0, 3.0, 5.0, 10.0]), min_size=2, max_size=5))
+def test_weight_w_means_w_times_the_turns(weights: list[float]) -> None:
+    counts = turns({str(n): weight for n, weight in enumerate(weights)}, 300)
+    for n, weight in enumerate(weights):
+        due = 300 * weight / sum(weights)
+        assert abs(counts[str(n)] - due) <= weight / min(weights) + 1  # the round that was not finished
+
+
+def test_weight_one_for_all_is_round_robin() -> None:
+    for weight in (1.0, 0.3, 7.0):
+        counts = turns(dict.fromkeys("abc", weight), 30)
+        assert all(abs(count - 10) <= 1 for count in counts.values())
+
+
+def test_absurd_weights_are_bounded() -> None:
+    for weight in (0.01, 0.0, -1.0, float("nan"), 1e-300):
+        assert turns({"heavy": 1.0, "light": weight}, 500)["light"] >= 3, weight
+    assert turns({"heavy": float("inf"), "light": 1.0}, 500)["light"] >= 3
+
+
+def test_a_heavy_client_of_a_low_class_does_not_starve_the_others() -> None:
+    """Ageing lifts its head, not its whole share."""
+    play = Play(seats=1, ageing_s=10, wait_s_max=1e6)
+    low = [submit(i, 16, client="heavy", weight=100, priority="low") for i in range(200)]
+
+    def arrivals(now: int) -> list[m.Submitted]:
+        return [*(low if now == 0 else []), submit(1000 + now, 16, client="h", priority="high")]
+
+    admitted = serve(play, arrivals, 150)
+    waits = [at - (rid - 1000) for rid, at in admitted.items() if rid >= 1000]
+    assert len(waits) >= 100 and sum(1 for rid in admitted if rid < 200) >= 5
+
+
+def test_a_weight_is_kept_over_sections() -> None:
+    """A client whose long prompt is put aside has one turn, not one for each place where it waits."""
+    play = Play(seats=1, pages=1000, long_prefill_tokens=100, leader_tokens=0)
+    play.step(submit(0, 500, client="z"), expect=["admit 0"])
+    play.step(*(submit(i, 500 if i % 2 else 50, client="a") for i in range(1, 9)),
+              *(submit(i, 500 if i % 2 else 50, client="b") for i in range(11, 19)))
+    order = []
+    for now in range(1, 17):
+        (rid,) = play.running
+        play.at(now).step(produced(rid), ended(rid), expect=None)
+        order += play.running
+    assert ["ab"[rid > 10] for rid in order] == ["a", "b"] * 8
+    assert [rid for rid in order if rid < 10] == list(range(1, 9))
