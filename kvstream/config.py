@@ -72,6 +72,8 @@ class ServerConfig:
         (), 'Origins whose web pages may call KVStream, exactly as a browser sends them: "https://chat.example". '
             '"*" lets every web page in; only without [auth].', check=origins)
     public_metrics: bool = key(False, "Show /metrics and /status to anybody, also on an address that is not loopback.")
+    reload: Literal["auto", "sighup", "off"] = key(
+        "auto", "When to read this file again: on SIGHUP and when it changes, on SIGHUP only, or never.")
 
 
 @frozen

@@ -21,6 +21,8 @@ from collections.abc import Sequence
 from itertools import islice
 from math import inf
 
+from attrs import evolve
+
 from . import messages as m
 from .admission import Admission
 from .ledger import Ledger
@@ -84,6 +86,11 @@ class Scheduler:
         """When ``step`` has something to do even if no event arrives; None: never."""
         times = [self._queue.next_deadline(), self._ledger.tree.next_expiry() if self._ledger else None]
         return min((time for time in times if time is not None), default=None)
+
+    def reconfigure(self, settings: SchedulerSettings) -> None:
+        """Take new bounds of the queue for those that come from now on; the rest is built in."""
+        self.settings = evolve(self.settings, queue_max=settings.queue_max, wait_s_max=settings.wait_s_max,
+                               queue_bytes_max=settings.queue_bytes_max)
 
     def prefix_tokens(self, keys: Sequence[PageKey], now: float) -> int:
         """How many tokens of a prompt with these pages are cached now. Changes nothing."""

@@ -30,7 +30,7 @@ from ..errors import (
     RouteNotFoundError,
     RouteUnsupportedError,
 )
-from .access import Access, challenge, is_loopback
+from .access import Access, AccessSettings, challenge, is_loopback
 from .app_ollama import add_ollama_routes
 from .asgi import BodyReceiver, Message, Receive, Scope, Send, retry_header, send_empty, send_error, send_refusal
 from .dialects import dialect_of
@@ -150,6 +150,11 @@ class App:
             if own and name == HOP_HEADER.encode() and own in value.replace(b",", b" ").split():
                 log.error("a request came back to us: is backend.base_url the address of this KVStream?")
                 raise LoopError("this request has been here before: a KVStream's backend.base_url points to itself")
+
+    def reconfigure(self, settings: AppSettings, access: AccessSettings) -> None:
+        """For requests that come from now on."""
+        self._settings = settings
+        self.access.replace(access)
 
     async def wait_idle(self) -> None:
         """Wait until no request is in hand."""

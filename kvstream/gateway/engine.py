@@ -210,6 +210,8 @@ class Engine:
         await self._check_open(hold)
         request = self.hygiene.normalized(request)
         count = count or await self.count_prompt(request, client)
+        if self.closing:
+            raise ShuttingDownError("the gateway is shutting down", retry_after_s=5)
         self.hygiene.look(request, client, count.tokens)
         group = self.adapter.load_key(request)
         self.load_options.look(group, self.adapter.load_options(request))
@@ -307,6 +309,12 @@ class Engine:
     def streams(self) -> Mapping[RequestId, Stream]:
         """The requests in hand, waiting and running. Read only."""
         return self._live
+
+    def reconfigure(self, settings: EngineSettings) -> None:
+        """Let new requests go by ``settings``. What its parts were built with stays; see ``reload.LIVE``."""
+        self.settings = evolve(settings, raise_bugs=self.settings.raise_bugs)
+        self._runner.reconfigure(self.settings)
+        self.scheduler.reconfigure(settings.scheduler)
 
     def close(self, *, refuse_waiting: bool) -> None:
         """Take no more requests; those running go on, those waiting too unless ``refuse_waiting``."""

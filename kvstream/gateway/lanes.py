@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
-from types import MappingProxyType
 
 import trio
 from attrs import define, field
@@ -29,8 +28,6 @@ from .upstream import HttpUpstream
 
 log = logging.getLogger("kvstream.lanes")
 
-UPSTREAM_KEYS = ("connect_s", "keepalive_expiry_s", "event_bytes_max")  # what a lane's pool and adapter are made with
-
 
 def names_of(backend: BackendConfig) -> Names:
     """What the router is told of a backend's models."""
@@ -39,10 +36,9 @@ def names_of(backend: BackendConfig) -> Names:
 
 @define(eq=False)
 class OpenLane:
-    """A lane that runs, and the configuration it was made from."""
+    """A lane that runs. ``retired`` tells its task to end when its last request is done."""
 
     lane: Lane
-    config: Config
     retired: trio.Event = field(factory=trio.Event)
 
 
@@ -63,7 +59,7 @@ class Lanes:
     @property
     def serving(self) -> Mapping[str, OpenLane]:
         """Those that are not retired, by name."""
-        return MappingProxyType({each.lane.name: each for each in self._open if not each.retired.is_set()})
+        return {each.lane.name: each for each in self._open if not each.retired.is_set()}
 
     async def open(self, config: Config, backend: BackendConfig, *, base_url: str = "",
                    restarts: bool = False) -> OpenLane:
@@ -77,7 +73,7 @@ class Lanes:
 
     async def adopt(self, engine: Engine, config: Config) -> OpenLane:
         """A lane for an engine that somebody else runs."""
-        opened = OpenLane(Lane(engine, names_of(config.backend)), config)
+        opened = OpenLane(Lane(engine, names_of(config.backend)))
         self._open.append(opened)
         self._nursery.start_soon(opened.lane.listed.run)
         return opened
@@ -90,7 +86,7 @@ class Lanes:
             engine = Engine(adapter, upstream, engine_settings(config), self._metrics, name=backend.name)
             if restarts:
                 engine.watcher.expect_restart = lambda: True
-            opened = OpenLane(Lane(engine, names_of(backend)), config)
+            opened = OpenLane(Lane(engine, names_of(backend)))
             self._open.append(opened)
             self._metrics.watch(engine)
             try:
@@ -107,9 +103,8 @@ class Lanes:
                 if not opened.retired.is_set():
                     self._metrics.unwatch(engine)
 
-    def retire(self, name: str) -> None:
-        """Let a lane finish what it has, and close it then. Nothing may be routed to it any more."""
-        opened = self.serving[name]
+    def retire(self, opened: OpenLane) -> None:
+        """Let a lane finish what it has, and close it then. It refuses newcomers from now on."""
         self._metrics.unwatch(opened.lane.engine)
         opened.lane.engine.close(refuse_waiting=False)
         opened.retired.set()

@@ -58,6 +58,10 @@ class Proxy:
         self._metrics = metrics
         self._settings = settings
 
+    def reconfigure(self, settings: ProxySettings) -> None:
+        """For requests that come from now on."""
+        self._settings = settings
+
     async def __call__(self, route: str, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve one call of ``route``.
 

@@ -128,10 +128,16 @@ class Router:
 
         *Errors*: also ``ModelNotFoundError``, ``RouteUnsupportedError``.
         """
-        choices = await self._ranked(await self._choices(incoming))
         async with AsyncExitStack() as stack:
-            answer = _Routed(stack, choices, name)
-            await answer.open()
+            while True:
+                lanes = self.lanes
+                answer = _Routed(stack, await self._ranked(await self._choices(incoming)), name)
+                try:
+                    await answer.open()
+                    break
+                except ShuttingDownError:  # its lane was retired while we chose it
+                    if lanes is self.lanes:
+                        raise
             yield answer.plain
 
     # --- by name ------------------------------------------------------------------------------------------------------

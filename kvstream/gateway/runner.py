@@ -49,6 +49,10 @@ class Runner:
         self._settle = settle
         self._usage_refused = False
 
+    def reconfigure(self, settings: EngineSettings) -> None:
+        """For requests that are granted from now on."""
+        self._settings = settings
+
     async def run(self, stream: Stream) -> None:
         """Task body: perform one granted request.
 

@@ -4,7 +4,8 @@
 
     trio.run(main)
     └─ root nursery
-       ├─ signal watcher      first signal: drain; second: leave at once
+       ├─ signal watcher      first signal: drain; second: leave at once; SIGHUP: read the configuration again
+       ├─ reloader            the same when its file changes
        ├─ embedded server     (with --model) llama.cpp as a supervised child
        ├─ lanes               one engine per backend: tick, health, slots, one pump per request
        └─ server.run          listeners, one task per connection
@@ -16,6 +17,7 @@ Draining: the listeners close and ``/ready`` says 503 at once; queued requests a
 from __future__ import annotations
 
 import logging
+import os
 import secrets
 import signal
 import sys
@@ -38,15 +40,17 @@ from .engine import Engine
 from .lanes import Lanes, OpenLane
 from .logs import set_up_logging
 from .metrics import Metrics
-from .proxy import Proxy, ProxySettings
+from .proxy import Proxy
+from .reload import Reloader
 from .router import Router
-from .settings import access_settings, access_warnings, coalesce_settings, embedded_spec
+from .settings import access_settings, access_warnings, coalesce_settings, embedded_spec, proxy_settings
 from .stream import Stream
 
 log = logging.getLogger("kvstream.serve")
 
 LOADING_LOG_S = 5.0
 FILES_BESIDE = 128  # listeners, logs, the embedded server's pipes, the pool
+HANGUP = getattr(signal, "SIGHUP", None)  # Windows has none
 LAST_FRAMES_S = 2.0  # after drain_s: time for the error frames to leave
 
 OnEmbedded = Callable[[EmbeddedEvent], None]
@@ -64,8 +68,13 @@ class Gateway:
     lanes: Lanes
     server: Server
     app: App
-    config: Config
+    reloader: Reloader
     coalescer: Coalescer
+
+    @property
+    def config(self) -> Config:
+        """What is in force; a reload changes it."""
+        return self.reloader.config
 
     @property
     def engine(self) -> Engine:
@@ -110,6 +119,7 @@ async def open_gateway(loaded: Loaded, *, engine: Engine | None = None, metrics:
     """
     config = loaded.config
     metrics = metrics or Metrics()
+    reloader = Reloader(loaded, metrics)
     hop = secrets.token_hex(8)
     async with AsyncExitStack() as stack:
         sockets = open_sockets(config.server.host, config.server.port)
@@ -120,7 +130,7 @@ async def open_gateway(loaded: Loaded, *, engine: Engine | None = None, metrics:
         if engine is None and config.embedded.model:
             embedded = EmbeddedServer(embedded_spec(config), on_event=on_embedded or EmbeddedLog())
             base_url = await (await _enter_nursery(stack)).start(embedded.run)
-            config = attrs.evolve(config, backend=attrs.evolve(config.backend, type="llamacpp"))
+            config = reloader.config = attrs.evolve(config, backend=attrs.evolve(config.backend, type="llamacpp"))
         lanes = Lanes(await _enter_nursery(stack), metrics, hop)
         if engine is not None:
             router = Router([(await lanes.adopt(engine, config)).lane])
@@ -132,11 +142,32 @@ async def open_gateway(loaded: Loaded, *, engine: Engine | None = None, metrics:
             router = Router([each.lane for each in opened])
         coalescer = Coalescer(router.open_answer, metrics, coalesce_settings(config))
         await (await _enter_nursery(stack)).start(coalescer.run)
-        server, app = _make_server(config, router, coalescer, metrics, sockets, embedded, hop)
+        proxy = Proxy(coalescer.open_answer, metrics, proxy_settings(config), pick=router.pick)
+        app = App(router, proxy, metrics, _app_settings(config, hop), lambda: _extra_status(reloader, embedded),
+                  Access(access_settings(config)))
+        for warning in access_warnings(config):
+            log.warning("%s", warning)
+
+        def prepare(new: Config) -> Callable[[], None]:
+            access, old = access_settings(new), reloader.config
+
+            def commit() -> None:
+                app.reconfigure(_app_settings(new, hop), access)
+                proxy.reconfigure(proxy_settings(new))
+                if new != old:
+                    coalescer.replace(coalesce_settings(new))
+                if new.logging != old.logging:
+                    set_up_logging(new.logging.level, new.logging.format)
+
+            return commit
+
+        if engine is None:
+            (await _enter_nursery(stack)).start_soon(reloader.run, lanes, router, prepare)
+        server = _make_server(config, app, metrics, sockets)
         await (await _enter_nursery(stack)).start(server.run)
         host = config.server.host
         url = f"http://{f'[{host}]' if ':' in host else host}:{server.ports[0]}"
-        yield Gateway(url, router, lanes, server, app, config, coalescer)
+        yield Gateway(url, router, lanes, server, app, reloader, coalescer)
 
 
 async def _enter_nursery(stack: AsyncExitStack) -> trio.Nursery:
@@ -147,26 +178,22 @@ async def _enter_nursery(stack: AsyncExitStack) -> trio.Nursery:
     return nursery
 
 
-def _make_server(config: Config, router: Router, coalescer: Coalescer, metrics: Metrics, sockets: list[Any],
-                 embedded: EmbeddedServer | None, hop: str) -> tuple[Server, App]:
+def _app_settings(config: Config, hop: str) -> AppSettings:
+    server = config.server
+    return AppSettings(accepted_hosts(server.host, server.allowed_hosts), server.header_bytes_max, hop)
+
+
+def _make_server(config: Config, app: App, metrics: Metrics, sockets: list[Any]) -> Server:
     settings = config.server
-    proxy = Proxy(coalescer.open_answer, metrics, ProxySettings(
-        keepalive_s=settings.keepalive_s, body_bytes_max=settings.body_bytes_max, body_gap_s=settings.stall_s,
-        answer_bytes_max=config.upstream.answer_bytes_max,
-        forward_authorization=config.upstream.forward_authorization), pick=router.pick)
-    app = App(router, proxy, metrics, AppSettings(
-        accepted_hosts(settings.host, settings.allowed_hosts), settings.header_bytes_max, hop),
-        lambda: _extra_status(config, embedded), Access(access_settings(config)))
-    for warning in access_warnings(config):
-        log.warning("%s", warning)
-    server = Server(app, sockets, metrics, connections_max=settings.connections_max,  # type: ignore[arg-type]
-                    header_bytes_max=settings.header_bytes_max, stall_s=settings.stall_s,
-                    tolerate_half_close=settings.half_close == "tolerate")
-    return server, app
+    return Server(app, sockets, metrics, connections_max=settings.connections_max,  # type: ignore[arg-type]
+                  header_bytes_max=settings.header_bytes_max, stall_s=settings.stall_s,
+                  tolerate_half_close=settings.half_close == "tolerate")
 
 
-def _extra_status(config: Config, embedded: EmbeddedServer | None) -> Mapping[str, Any]:
+def _extra_status(reloader: Reloader, embedded: EmbeddedServer | None) -> Mapping[str, Any]:
+    config = reloader.config
     extra: dict[str, Any] = {
+        "config": reloader.status(),
         "kv_type": config.memory.dtype,
         "attention": config.attention.backend,
         "preemption": {"policy": config.scheduler.preemption_policy, "active": False,
@@ -204,6 +231,7 @@ async def serve(loaded: Loaded, *, on_ready: Callable[[Gateway], None] | None = 
                 on_embedded: OnEmbedded | None = None) -> int:
     """Serve until a signal; the exit code. ``on_ready`` is called once the port is open."""
     code = 0
+    terminal = Terminal()
     with trio.open_signal_receiver(*_signals()) as received:
         async with open_gateway(loaded, on_embedded=on_embedded) as gateway:
             log.info("listening on %s, %s", gateway.url, ", ".join(
@@ -211,13 +239,18 @@ async def serve(loaded: Loaded, *, on_ready: Callable[[Gateway], None] | None = 
             if on_ready is not None:
                 on_ready(gateway)
             async for number in received:
+                if number == HANGUP and not terminal.is_gone():
+                    gateway.reloader.ask()
+                    continue
                 log.info("%s: draining, no new requests; %s; a second signal leaves at once",
                          signal.Signals(number).name, _going(gateway))
                 break
             async with trio.open_nursery() as nursery:
                 async def second() -> None:
                     nonlocal code
-                    async for _ in received:
+                    async for number in received:
+                        if number == HANGUP:
+                            continue
                         log.warning("second signal: leaving at once")
                         code = 1
                         nursery.cancel_scope.cancel()
@@ -252,7 +285,26 @@ def counted(things: Sized, noun: str) -> str:
 def _signals() -> tuple[signal.Signals, ...]:
     if sys.platform == "win32":
         return (signal.SIGINT, signal.SIGBREAK)
-    return (signal.SIGINT, signal.SIGTERM)
+    return (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+
+class Terminal:
+    """The terminal that we were started in. SIGHUP means "read the configuration again", but also that it was closed,
+    and then a KVStream that somebody started by hand is to end, with the model it holds in memory; not under nohup."""
+
+    def __init__(self) -> None:
+        kept = sys.platform != "win32" and signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+        self._had_one = not kept and self._has_one()
+
+    def is_gone(self) -> bool:
+        return self._had_one and not self._has_one()
+
+    def _has_one(self) -> bool:
+        try:
+            os.close(os.open("/dev/tty", os.O_RDONLY | getattr(os, "O_NOCTTY", 0)))
+        except OSError:
+            return False
+        return True
 
 
 def raise_file_limit(wanted: int) -> None:

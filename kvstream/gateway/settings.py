@@ -21,6 +21,7 @@ from .embedded import EmbeddedSpec
 from .engine import EngineSettings
 from .flight import FlightBounds
 from .hygiene import HygieneSettings
+from .proxy import ProxySettings
 from .stream import StreamTimes
 
 # memory.dtype as llama.cpp spells it, where that differs
@@ -94,6 +95,14 @@ def coalesce_settings(config: Config) -> CoalesceSettings:
         twins=config.upstream.non_stream == "assemble",
         bounds=FlightBounds(config.server.stream_buffer_bytes, config.coalesce.history_bytes_max),
         cache=CacheBounds(cache.entries_max if cache.enabled else 0, cache.bytes_max, cache.ttl_s))
+
+
+def proxy_settings(config: Config) -> ProxySettings:
+    """What the model routes are told of a configuration."""
+    return ProxySettings(
+        keepalive_s=config.server.keepalive_s, body_bytes_max=config.server.body_bytes_max,
+        body_gap_s=config.server.stall_s, answer_bytes_max=config.upstream.answer_bytes_max,
+        forward_authorization=config.upstream.forward_authorization)
 
 
 def access_settings(config: Config) -> AccessSettings:

@@ -389,6 +389,15 @@ async def test_this_token_opens_the_two_pages_only(autojump_clock: Any) -> None:
         assert (await gw.chat(headers=token)).status == 401
 
 
+@effect("server.reload")
+def test_when_a_changed_file_is_read_again() -> None:
+    """Over real files and time: see ``test_when_the_file_is_read_again`` in test_case_reload."""
+    from tests.gateway.test_case_reload import test_when_the_file_is_read_again as shown
+
+    words = {args[0] for mark in shown.pytestmark for args in mark.args[1]}  # type: ignore[attr-defined]
+    assert words == {"auto", "sighup", "off"}
+
+
 # --- backend ----------------------------------------------------------------------------------------------------------
 
 
