@@ -357,6 +357,7 @@ def test_files_that_cannot_be_read(write: Any, tmp_path: Path) -> None:
 def test_openai_needs_an_address() -> None:
     (problem,) = problems(flags={"backend.type": "openai"})
     assert problem.startswith("backend.base_url: an openai backend has no default address")
+    assert load_config(env={}, flags={"backend.type": "ollama"}).config.backend.url == "http://127.0.0.1:11434"
     config = load_config(env={}, flags={"backend.type": "openai", "backend.base_url": "http://h:8000/v1/"}).config
     assert config.backend.url == "http://h:8000/v1"
 

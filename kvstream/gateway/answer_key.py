@@ -27,6 +27,8 @@ _SILENT_HEADERS = frozenset({"user-agent", "x-request-id"})
 _LOTS = ("dynatemp_range", "xtc_probability")
 _STATE = ("background", "conversation", "previous_response_id")
 
+_PROMPTS = ("messages", "prompt", "input")
+
 
 def answer_key(incoming: Incoming, *, twins: bool) -> bytes | None:
     """A digest that only requests with the same answer share; None for a request that is not deterministic.
@@ -55,6 +57,8 @@ def answer_key(incoming: Incoming, *, twins: bool) -> bytes | None:
 def _is_deterministic(route: Route, view: Mapping[str, Any]) -> bool:
     if route.access != SEAT:
         return False
+    if route.dialect == "ollama" and (view.get("keep_alive") is not None or not any(view.get(n) for n in _PROMPTS)):
+        return False  # it is about what stays loaded, not only about an answer
     if not route.generates:
         return True
     if any(view.get(name) for name in (*_LOTS, *_STATE)):

@@ -10,6 +10,8 @@ from typing import Any
 import pytest
 import trio
 
+from kvstream.gateway.answer_key import answer_key
+from kvstream.gateway.request import parse_request
 from tests.fakes import Script
 from tests.fakes.ollama import BUSY
 from tests.gateway.conftest import CHAT, COMPLETIONS, Lane, chat, data_of, error_of, metric, open_lane, text_of
@@ -342,6 +344,17 @@ async def test_case_35_status_warns_that_options_alternate(autojump_clock: Any, 
         assert told["options"] == ["none", "num_ctx=4096"] and "options alternate" in told["warning"]
         assert ("group_by_load_key" in told["warning"]) is not grouped
         assert lane.runtime.loads == 4
+
+
+def test_a_request_that_loads_or_unloads_is_never_answered_from_memory() -> None:
+    def key(path: str, **view: Any) -> bytes | None:
+        return answer_key(parse_request(path, (), json.dumps({"model": "m", **view}).encode()), twins=True)
+
+    cold = {"options": {"temperature": 0}}
+    assert key("/api/generate", prompt="x", **cold) and key("/api/embed", input="x")
+    assert key("/api/generate", **cold) is None and key("/api/chat", messages=[], **cold) is None
+    assert key("/api/generate", prompt="x", keep_alive=0, **cold) is None
+    assert key("/api/embed", input="x", keep_alive="5m") is None
 
 
 # --- several backends -------------------------------------------------------------------------------------------------
