@@ -76,11 +76,7 @@ class Prompt:
             parts.append(Part(where, not role or role in SYSTEM_ROLES, size + len(head)))
             pieces.append(piece)
             size += len(piece)
-        tools = view.get("tools")
-        plain = [dumps(tool).encode() for tool in tools] if isinstance(tools, list) else []
-        ordered = [dumps(tool, sort_keys=True).encode() for tool in tools] if plain and isinstance(tools, list) else []
-        return cls(b"".join(pieces)[:PROMPT_BYTES_MAX], tuple(parts), tuple(map(_digest, plain)),
-                   tuple(sorted(map(_digest, ordered))), sum(map(len, plain)))
+        return cls(b"".join(pieces)[:PROMPT_BYTES_MAX], tuple(parts), *_tools(view.get("tools")))
 
     def part_at(self, offset: int) -> Part:
         """The part that holds a byte of ``flat``."""
@@ -288,6 +284,22 @@ def _texts(view: Mapping[str, Any]) -> list[tuple[str, str, str]]:
     if isinstance(view.get("prompt"), str):
         found.append(("the prompt", "user", view["prompt"]))
     return found
+
+
+def _tools(tools: Any) -> tuple[tuple[bytes, ...], tuple[bytes, ...], int]:
+    """(digests in order, digests blind to the order of tools and keys, bytes) of the first tools, up to the same bound
+    as the text."""
+    plain: list[bytes] = []
+    ordered: list[bytes] = []
+    size = 0
+    for tool in tools if isinstance(tools, list) else ():
+        if size >= PROMPT_BYTES_MAX:
+            break
+        text = dumps(tool)
+        size += len(text)
+        plain.append(_digest(text.encode()))
+        ordered.append(_digest(dumps(tool, sort_keys=True).encode()))
+    return tuple(plain), tuple(sorted(ordered)), size
 
 
 def _text(content: Any) -> str:

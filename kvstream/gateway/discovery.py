@@ -22,6 +22,8 @@ from .upstream import HttpUpstream
 LIKELY_PORTS = (8080, 9931, 11434, 1234, 8081, 8000, 5272, 5273)
 LOOPBACKS = ("127.0.0.1", "[::1]")
 GET_TIMEOUT_S = 1.0
+FAR_TIMEOUT_S = 5.0  # of another machine
+LOOPBACK_NAMES = frozenset(("127.0.0.1", "localhost", "::1"))
 GETS_MAX = 12  # of one address: more than any runtime needs
 
 
@@ -85,7 +87,8 @@ async def discover(urls: Sequence[str], api_keys: Mapping[str, str] | None = Non
     results: dict[str, Found | Silent | None] = {}
 
     async def one(url: str) -> None:
-        results[url] = await look_at(url, (api_keys or {}).get(url, ""), timeout_s=timeout_s)
+        patience = timeout_s if urlsplit(url).hostname in LOOPBACK_NAMES else max(timeout_s, FAR_TIMEOUT_S)
+        results[url] = await look_at(url, (api_keys or {}).get(url, ""), timeout_s=patience)
 
     async with trio.open_nursery() as nursery:
         for url in dict.fromkeys(urls):
@@ -96,7 +99,7 @@ async def discover(urls: Sequence[str], api_keys: Mapping[str, str] | None = Non
         result, parts = results[url], urlsplit(url)
         if result is None:
             continue
-        is_loopback = parts.hostname in ("127.0.0.1", "::1", "localhost")
+        is_loopback = parts.hostname in LOOPBACK_NAMES
         same = (parts.port, result.identity if isinstance(result, Found) else "") if is_loopback else (None, url)
         if same not in seen:
             seen.add(same)

@@ -22,12 +22,11 @@ from ..adapters.advice import GIB, Advice, Machine, advise
 from ..adapters.inventory import ModelRow, models_of
 from ..config import BackendConfig, BackendType, Config, Loaded
 from . import machine
-from .discovery import LIKELY_PORTS, Found, Silent, discover, likely_urls
+from .discovery import LIKELY_PORTS, LOOPBACK_NAMES, Found, Silent, discover, likely_urls
 from .selfview import advise_kvstream, backend_urls, snapshot_of
 
 FILES_BESIDE = 128  # as serve reckons
 MODELS_SHOWN_MAX = 8
-LOOPBACK_NAMES = frozenset(("127.0.0.1", "localhost", "::1"))
 HOW_TO_START = "kvstream demo starts a small model to try; kvstream serve --model FILE.gguf starts your own"
 
 

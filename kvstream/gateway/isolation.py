@@ -50,9 +50,11 @@ class Leak:
 
 @define
 class Trial:
-    """What happened. ``calls`` were made, ``failed`` of them gave no answer; ``last_error`` says why."""
+    """What happened. ``calls`` were made, ``done`` are over, ``failed`` of them gave no answer; ``last_error`` says
+    why."""
 
     calls: int = 0
+    done: int = 0
     failed: int = 0
     leaks: list[Leak] = field(factory=list)
     last_error: str = ""
@@ -102,7 +104,8 @@ async def try_isolation(url: str, *, model: str = "", api_key: str = "", rounds:
                     answer = ""
                 trial.leaks += [Leak(name, session.name, round_) for name, canary in canaries.items()
                                 if name != session.name and seen(canary, answer)]
-                progress(trial.calls, total)
+                trial.done += 1
+                progress(trial.done, total)
 
         with trio.move_on_after(TOTAL_S_MAX) as deadline:
             for round_ in range(1, rounds + 1):
@@ -127,7 +130,7 @@ def judge(trial: Trial) -> list[Advice]:
     findings = [Advice("problem", f"The code word of session {leak.of} turned up in an answer to session "
                        f"{leak.seen_by} (round {leak.round}): sessions see each other's text.", REMEDY)
                 for leak in trial.leaks]
-    answered = trial.calls - trial.failed
+    answered = trial.done - trial.failed
     if trial.failed or trial.cut_short:
         why = f" ({trial.last_error})" if trial.last_error else ""
         findings.append(Advice("problem" if answered == 0 else "warning", f"Isolation: {trial.failed} of {trial.calls} "

@@ -191,6 +191,11 @@ def test_owners_are_kept_apart() -> None:
     assert recent.findings() == []
 
 
+def test_of_many_tools_only_the_first_are_looked_at() -> None:
+    many = Prompt.read({"tools": [tool(str(n), x="y" * 10_000) for n in range(100)], **system("hi")})
+    assert H.PROMPT_BYTES_MAX <= many.tools_bytes < H.PROMPT_BYTES_MAX + 20_000 and len(many.tools) < 30
+
+
 def test_memory_is_bounded() -> None:
     recent = RecentPrompts()
     for i in range(200):
