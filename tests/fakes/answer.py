@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import trio
 
+from . import apis as A
 from . import tokens as T
 from . import wire as W
 from .engine import Job
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
     from .runtime import FakeRuntime
 
 SSE = (("X-Accel-Buffering", "no"), ("Content-Type", "text/event-stream"))
+LIMITS = ("max_completion_tokens", "max_tokens", "max_output_tokens", "n_predict")
 JSON = (("Content-Type", "application/json; charset=utf-8"),)
 
 
@@ -94,23 +96,45 @@ def _prepare(rt: FakeRuntime, r: FakeRequest, s: Script) -> tuple[list[Job], W.S
     if not isinstance(body, dict):
         raise _bad(rt, "[json.exception.parse_error.101] parse error at line 1, column 1: syntax error")
     chat = r.path.endswith("/chat/completions")
+    if r.path in A.READ_ONLY and not c.embeddings:
+        what, flag = ("reranking", "reranking") if "rank" in r.path else ("embeddings", "embeddings")
+        raise Refused(501, W.error(
+            501, f"This server does not support {what}. Start it with `--{flag}`", "not_supported_error"))
     if c.refuse_stream_options and "stream_options" in body:
         raise _bad(rt, "Unknown parameter: 'stream_options'.")
-    prompts = _prompts(rt, body, chat)
+    prompts = _prompts(rt, r.path, body, chat)
     n = body.get("n", 1) if chat else 1
     if not isinstance(n, int) or not 1 <= n <= c.slots:
         raise _bad(rt, f"Field 'n': Value must be between 1 <= value <= {c.slots}, but got {n}")
     jobs = []
     for index, prompt in enumerate(prompts * n):
         _check_length(rt, len(prompt))
-        says = rt.repeated(prompt)
-        jobs.append(_job(rt, body, s, index, prompt))
-        jobs[-1].says = says
-    native = r.path in ("/completion", "/completions")
-    return jobs, W.Shapes(c, jobs, chat=chat, native=native), Ask(body)
+        jobs.append(_job(rt, {**body, "n_predict": 1} if r.path in A.READ_ONLY else body, s, index, prompt))
+        jobs[-1].says = rt.repeated(prompt)
+    return jobs, _shapes(rt, r.path, jobs, chat), Ask(body)
 
 
-def _prompts(rt: FakeRuntime, body: dict[str, Any], chat: bool) -> list[list[int]]:
+def _shapes(rt: FakeRuntime, path: str, jobs: list[Job], chat: bool) -> W.Shapes:
+    if path in A.READ_ONLY:
+        read = A.ReadShapes(rt.config, jobs, chat=False)
+        read.path = path
+        return read
+    if path == A.MESSAGES:
+        return A.MessagesShapes(rt.config, jobs, chat=True)
+    if path in A.RESPONSES:
+        return A.ResponsesShapes(rt.config, jobs, chat=True)
+    return W.Shapes(rt.config, jobs, chat=chat, native=path in ("/completion", "/completions", A.INFILL))
+
+
+def _prompts(rt: FakeRuntime, path: str, body: dict[str, Any], chat: bool) -> list[list[int]]:
+    if path in A.READ_ONLY:
+        return [rt.tokenizer.encode(text) for text in A.documents_of(path, body)] or [[0]]
+    if path == A.MESSAGES or path in A.RESPONSES:
+        if path in A.RESPONSES and "input" not in body:
+            raise _bad(rt, "'input' is required")
+        return [rt.tokenizer.encode(T.apply_template(A.turns_of(path, body)))]
+    if path == A.INFILL:
+        return [rt.tokenizer.encode("".join(str(body.get(k, "")) for k in ("input_prefix", "prompt", "input_suffix")))]
     if chat:
         if "messages" not in body:
             raise _bad(rt, "'messages' is required")
@@ -139,7 +163,7 @@ def _check_length(rt: FakeRuntime, tokens: int) -> None:
 
 def _job(rt: FakeRuntime, body: dict[str, Any], s: Script, index: int, prompt: list[int]) -> Job:
     c = rt.config
-    limit = next((body[k] for k in ("max_completion_tokens", "max_tokens", "n_predict") if body.get(k) is not None), -1)
+    limit = next((body[k] for k in LIMITS if body.get(k) is not None), -1)
     limit = max(1, limit) if isinstance(limit, int) and limit >= 0 else 10**9
     stop_at = None if body.get("ignore_eos") else c.answer_tokens
     if s.tokens is not None:
@@ -290,7 +314,7 @@ class _Stream:
         await _end(self.rt, self.wire, entry, s)
 
     def _done(self) -> bytes:
-        return b"" if self.shapes.native else W.DONE
+        return self.shapes.done
 
 
 async def _raw(rt: FakeRuntime, wire: Wire, entry: Entry, s: Script) -> None:

@@ -17,6 +17,7 @@ import trio
 from . import tokens as T
 from . import wire as W
 from .answer import answer
+from .apis import ROUTES, turns_of
 from .engine import Engine
 from .front import ClientGone, Wire
 from .journal import Entry, FakeRequest, Journal
@@ -25,7 +26,9 @@ from .ollama_answer import ollama_answer
 from .script import Rule, RuntimeConfig, Script
 from .slotfiles import slot_action
 
-INFERENCE = frozenset({"/v1/chat/completions", "/chat/completions", "/v1/completions", "/completion", "/completions"})
+INFERENCE = ROUTES | {"/v1/chat/completions", "/chat/completions", "/v1/completions", "/completion", "/completions"}
+COUNTS = frozenset({"/v1/messages/count_tokens"} | {
+    f"{v}{path}/input_tokens" for v in ("", "/v1") for path in ("/chat/completions", "/responses")})
 OLLAMA_INFERENCE = NATIVE | {"/v1/chat/completions", "/v1/completions", "/v1/embeddings",
                             "/v1/messages", "/v1/responses"}
 SERVER = (("Server", "llama.cpp"),)
@@ -243,9 +246,10 @@ class FakeRuntime:
             await self.reply(wire, entry, 200, {"content": self.tokenizer.decode(body.get("tokens", []))})
         elif route == ("POST", "/apply-template") and self.config.tokenizer:
             await self.reply(wire, entry, 200, {"prompt": T.apply_template(body.get("messages", []))})
-        elif route == ("POST", "/v1/chat/completions/input_tokens") and self.config.tokenizer:
-            n = self.count(T.apply_template(body.get("messages", [])))
-            await self.reply(wire, entry, 200, {"input_tokens": n, "object": "response.input_tokens"})
+        elif r.method == "POST" and r.path in COUNTS and self.config.tokenizer:
+            n = self.count(T.apply_template(body["messages"] if "chat" in r.path else turns_of(r.path, body)))
+            more = {} if "messages" in r.path else {"object": "response.input_tokens"}
+            await self.reply(wire, entry, 200, {"input_tokens": n, **more})
         elif r.method == "POST" and r.path.startswith("/slots/"):
             status, value = await slot_action(self, r, body)
             await self.reply(wire, entry, status, value)

@@ -109,6 +109,7 @@ class RuntimeConfig:
     cached_reported: bool = True
     metrics: bool = True
     tokenizer: bool = True
+    embeddings: bool = False
     api_key: str = ""
     # faults of the whole runtime
     refuse: bool = False

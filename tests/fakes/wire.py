@@ -63,8 +63,12 @@ def usage(job: Job, cached_reported: bool = True) -> dict[str, Any]:
 class Shapes:
     """The frames of one answer. ``chat`` tells the two OpenAI routes apart, ``native`` is ``/completion``."""
 
+    done = DONE
+
     def __init__(self, config: RuntimeConfig, jobs: Sequence[Job], *, chat: bool, native: bool = False) -> None:
         self.config, self.jobs, self.chat, self.native = config, jobs, chat, native
+        if native:
+            self.done = b""
         self.vllm = config.dialect == "openai"
         self.id = f"{'chatcmpl' if chat or not self.vllm else 'cmpl'}-fake{jobs[0].task}"
 
