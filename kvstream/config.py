@@ -238,6 +238,19 @@ class EmbeddedConfig:
 
 
 @frozen
+class CompatConfig:
+    """Repairs of answers that a client cannot read. Off: every frame travels byte for byte."""
+
+    normalize_tool_calls: bool = key(
+        False, "Number tool calls from 0, tell each id once, and end with tool_calls an answer that called.")
+    reasoning_field: Literal["pass", "reasoning_content", "reasoning"] = key(
+        "pass", "Name of the reasoning text in chat answers; pass = as the runtime calls it.")
+    keepalive_mode: Literal["comment", "empty-delta", "off"] = key(
+        "comment", "What server.keepalive_s sends: an SSE comment, a chunk that adds nothing (for clients that time "
+                   "the gap between chunks), or nothing.")
+
+
+@frozen
 class LoggingConfig:
     """What KVStream writes to stderr."""
 
@@ -265,6 +278,7 @@ class Config:
     prefix: PrefixConfig = PrefixConfig()
     attention: AttentionConfig = AttentionConfig()
     embedded: EmbeddedConfig = EmbeddedConfig()
+    compat: CompatConfig = CompatConfig()
     logging: LoggingConfig = LoggingConfig()
     more_backends: tuple[BackendConfig, ...] = ()
 

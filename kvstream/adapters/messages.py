@@ -31,6 +31,7 @@ class MessagesDecoder(NamedDecoder):
         super().__init__(plan)
         self._finished = False
         self._usage: dict[str, Any] = {}
+        self._told = False
 
     def ended(self) -> UpstreamEvent:
         return Done(_STOP_FRAME, synthesised=True) if self._finished else TRUNCATED
@@ -38,27 +39,33 @@ class MessagesDecoder(NamedDecoder):
     def read_event(self, raw: bytes, kind: str, data: dict[str, Any], events: list[UpstreamEvent]) -> None:
         if kind == "message_stop":
             self.closed = True
+            if self._usage and not self._told:
+                events.append(Usage(b"", usage_of(self._usage)))
             events.append(Done(raw, unfinished=not self._finished))
             return
         tokens, text = _output(kind, data)
         events.append(Delta(raw, data, tokens, text))
         if kind == "message_start":
             message = data.get("message")
-            self._count(message if isinstance(message, dict) else {}, events)
+            self._count(message if isinstance(message, dict) else {})
         elif kind == "message_delta":
-            self._count(data, events)
+            if self._count(data):
+                self._told = True
+                events.append(Usage(b"", usage_of(self._usage)))
             delta = data.get("delta")
             reason = delta.get("stop_reason") if isinstance(delta, dict) else None
             if isinstance(reason, str) and reason:
                 self._finished = True
                 events.append(Finished(reason))
 
-    def _count(self, holder: Mapping[str, Any], events: list[UpstreamEvent]) -> None:
-        """Each report has only what changed."""
+    def _count(self, holder: Mapping[str, Any]) -> bool:
+        """Each report has only what changed. The first one knows nothing of the answer, so it is none for others: an
+        answer that is cut would count as empty."""
         usage = holder.get("usage")
-        if isinstance(usage, dict):
-            self._usage.update({key: value for key, value in usage.items() if value is not None})
-            events.append(Usage(b"", usage_of(self._usage)))
+        if not isinstance(usage, dict):
+            return False
+        self._usage.update({key: value for key, value in usage.items() if value is not None})
+        return True
 
 
 def usage_of(usage: Mapping[str, Any]) -> UsageNumbers:

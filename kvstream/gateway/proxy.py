@@ -9,9 +9,8 @@ from __future__ import annotations
 import uuid
 
 import trio
-from attrs import frozen
 
-from ..adapters.base import Delta, Done, Failed, UpstreamEvent, Usage
+from ..adapters.base import Delta
 from ..adapters.routes import LIGHT, route_of
 from ..errors import BackendProtocolError, KVStreamError
 from .access import identified
@@ -26,7 +25,6 @@ from .asgi import (
     send_error,
     send_json,
     send_refusal,
-    start_stream,
     wait_disconnect,
 )
 from .dialects import Dialect, dialect_of
@@ -35,17 +33,7 @@ from .metrics import Metrics
 from .passage import Passage
 from .ports import Answer, OpenAnswer, PickBackend
 from .request import Incoming, parse_request
-
-
-@frozen
-class ProxySettings:
-    """What the routes are told. 0 turns ``keepalive_s`` off."""
-
-    keepalive_s: float = 15.0
-    body_bytes_max: int = 64 * 2**20
-    body_gap_s: float = 30.0
-    answer_bytes_max: int = 64 * 2**20
-    forward_authorization: bool = True
+from .streamed import ProxySettings, StreamedAnswer, queue_header
 
 
 class Proxy:
@@ -69,6 +57,8 @@ class Proxy:
         """
         request_id = f"kvs-{uuid.uuid4().hex[:12]}"
         headers: Headers = [(b"x-request-id", request_id.encode())]
+        if route_of(route).dialect == "anthropic":
+            headers.append((b"request-id", request_id.encode()))  # where their client looks for it
         body = BodyReceiver(receive)
         try:
             content = await read_body(scope, body, bytes_max=self._settings.body_bytes_max,
@@ -110,10 +100,10 @@ class Proxy:
                 headers.append((b"x-kvstream-count", answer.count_source.value.encode()))
                 headers.extend(answer.headers)
                 if request.stream:
-                    await _StreamedAnswer(answer, dialect, send, headers, self._settings.keepalive_s, arrived).run()
+                    await StreamedAnswer(answer, dialect, send, headers, self._settings, arrived).run()
                 else:
                     await self._answer_whole(answer, dialect, send, headers, arrived)
-        except KVStreamError as error:  # nothing was sent yet: see _SseAnswer
+        except KVStreamError as error:  # nothing was sent yet: see StreamedAnswer
             if not held:
                 self._turned_away(request_id, request.route, error)
             await send_error(send, error, headers, dialect.envelope(error, request_id))
@@ -126,6 +116,7 @@ class Proxy:
     async def _answer_whole(self, answer: Answer, dialect: Dialect, send: Send, headers: Headers,
                             arrived: float) -> None:
         """Assemble a streamed answer for a client that wants it in one piece."""
+        rewriter = self._settings.compat.rewriter(answer.request.route)
         events = await answer.get()
         headers.extend(queue_header(answer, arrived))
         assembler = answer.adapter.assembler(answer.request)  # which lane serves it is known by now
@@ -133,7 +124,7 @@ class Proxy:
         whole: bytes | None = None
         deltas = 0
         while events:
-            for event in events:
+            for event in rewriter.feed(events) if rewriter else events:
                 if isinstance(event, Delta):
                     size += len(event.raw)
                     deltas += 1
@@ -152,91 +143,6 @@ class Proxy:
             await send_json(send, 200, whole, headers)
 
 
-def queue_header(answer: Answer, arrived: float) -> Headers:
-    """How long a request waited for its seat, in milliseconds, once it has one."""
-    if answer.granted is None:
-        return []
-    # One that joined another's call waited only from its own arrival on.
-    return [(b"x-kvstream-queue-ms", b"%.1f" % (max(0.0, answer.granted - arrived) * 1000))]
-
-
 async def _cancel_on_disconnect(receive: Receive, scope: trio.CancelScope) -> None:
     await wait_disconnect(receive)
     scope.cancel()
-
-
-class _StreamedAnswer:
-    """A streamed answer. The status is committed with the first frame or the first keepalive comment, whichever comes
-    first; an error before that is a proper HTTP error, after it an error frame and no ``[DONE]``.
-
-    The wait in the queue is a header; where a keepalive sent the headers before it was known, it is a comment.
-    """
-
-    def __init__(self, answer: Answer, dialect: Dialect, send: Send, headers: Headers, keepalive_s: float,
-                 arrived: float) -> None:
-        self._answer = answer
-        self._dialect = dialect
-        self._send = send
-        self._headers = headers
-        self._keepalive_s = (keepalive_s if dialect.ping else 0) or float("inf")
-        self._ping_at = trio.current_time() + self._keepalive_s
-        self._usage_due = answer.request.include_usage  # asked for, and not sent yet
-        self._started = False
-        self._arrived = arrived
-        self._wait_told = not dialect.media_type.startswith(b"text/event-stream")  # or nothing to tell it with
-
-    async def run(self) -> None:
-        ended_well = False
-        try:
-            while events := await self._next():
-                data = self._bytes(events)
-                ended_well = ended_well or any(isinstance(e, Done) for e in events)
-                if data:
-                    await self._write(data)
-            if self._answer.truncated and not ended_well:
-                await self._write(self._dialect.length_frames(self._answer, None))
-        except KVStreamError as error:
-            if not self._started:
-                raise
-            if not self._answer.error_forwarded:
-                await self._write(self._dialect.error_frame(error))
-        await self._send({"type": "http.response.body", "body": b"", "more_body": False})
-
-    async def _next(self) -> list[UpstreamEvent]:
-        """The next events. Pings go by what was *sent*: events that are not for the client do not put one off."""
-        while True:
-            with trio.move_on_at(self._ping_at):
-                return await self._answer.get()
-            await self._write(self._dialect.ping)
-
-    def _bytes(self, events: list[UpstreamEvent]) -> bytes:
-        frames: list[bytes] = []
-        for event in events:
-            if isinstance(event, Usage) and event.standalone:
-                if not self._answer.request.include_usage:
-                    continue
-                self._usage_due = False
-            if isinstance(event, Done) and self._usage_due:
-                frames.append(self._dialect.usage_frame(self._answer))
-            if isinstance(event, Failed) and event.raw:
-                if not self._started and not frames:
-                    continue  # first of all comes an error: the HTTP status will say it
-                self._answer.error_forwarded = True
-            raw = getattr(event, "raw", b"")
-            if raw:
-                frames.append(raw)
-        if frames and self._started and not self._wait_told:
-            frames[:0] = [b": queued-ms " + value + b"\n\n" for _, value in self._wait()]
-        return b"".join(frames)
-
-    def _wait(self) -> Headers:
-        wait = queue_header(self._answer, self._arrived)
-        self._wait_told = self._wait_told or bool(wait)
-        return wait
-
-    async def _write(self, data: bytes) -> None:
-        if not self._started:
-            self._started = True
-            await start_stream(self._send, self._dialect.media_type, [*self._headers, *self._wait()])
-        await self._send({"type": "http.response.body", "body": data, "more_body": True})
-        self._ping_at = trio.current_time() + self._keepalive_s

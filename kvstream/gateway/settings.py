@@ -10,6 +10,7 @@ import attrs
 
 from ..adapters import ADAPTERS
 from ..adapters.base import Adapter, CapacityQuery
+from ..adapters.compat import Compat
 from ..config import Config
 from ..config_auth import client_keys, keys_file_warning
 from ..core.scheduler import SchedulerSettings
@@ -21,11 +22,25 @@ from .embedded import EmbeddedSpec
 from .engine import EngineSettings
 from .flight import FlightBounds
 from .hygiene import HygieneSettings
-from .proxy import ProxySettings
 from .stream import StreamTimes
+from .streamed import ProxySettings
 
 # memory.dtype as llama.cpp spells it, where that differs
 LLAMA_KV_TYPES: Mapping[str, str] = MappingProxyType({"float32": "f32", "bfloat16": "bf16"})
+
+
+def proxy_settings(config: Config) -> ProxySettings:
+    """What the model routes are told."""
+    server, upstream, compat = config.server, config.upstream, config.compat
+    return ProxySettings(
+        keepalive_s=server.keepalive_s,
+        keepalive_mode=compat.keepalive_mode,
+        compat=Compat(tool_calls=compat.normalize_tool_calls, reasoning=compat.reasoning_field),
+        body_bytes_max=server.body_bytes_max,
+        body_gap_s=server.stall_s,
+        answer_bytes_max=upstream.answer_bytes_max,
+        forward_authorization=upstream.forward_authorization,
+    )
 
 
 def engine_settings(config: Config) -> EngineSettings:
@@ -95,14 +110,6 @@ def coalesce_settings(config: Config) -> CoalesceSettings:
         twins=config.upstream.non_stream == "assemble",
         bounds=FlightBounds(config.server.stream_buffer_bytes, config.coalesce.history_bytes_max),
         cache=CacheBounds(cache.entries_max if cache.enabled else 0, cache.bytes_max, cache.ttl_s))
-
-
-def proxy_settings(config: Config) -> ProxySettings:
-    """What the model routes are told of a configuration."""
-    return ProxySettings(
-        keepalive_s=config.server.keepalive_s, body_bytes_max=config.server.body_bytes_max,
-        body_gap_s=config.server.stall_s, answer_bytes_max=config.upstream.answer_bytes_max,
-        forward_authorization=config.upstream.forward_authorization)
 
 
 def access_settings(config: Config) -> AccessSettings:

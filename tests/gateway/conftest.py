@@ -24,11 +24,17 @@ from kvstream.gateway.app import App, AppSettings
 from kvstream.gateway.coalesce import Coalescer
 from kvstream.gateway.engine import Engine
 from kvstream.gateway.metrics import Metrics
-from kvstream.gateway.proxy import Proxy, ProxySettings
+from kvstream.gateway.proxy import Proxy
 from kvstream.gateway.router import Lane as RoutedLane
 from kvstream.gateway.router import Router
 from kvstream.gateway.serve import Gateway, open_gateway
-from kvstream.gateway.settings import access_settings, coalesce_settings, engine_settings, make_adapter
+from kvstream.gateway.settings import (
+    access_settings,
+    coalesce_settings,
+    engine_settings,
+    make_adapter,
+    proxy_settings,
+)
 from tests.fakes import FakeRuntime, FakeUpstream, open_runtime
 from tests.fakes.client import Pairs, RawResponse, open_request, send_request
 from tests.fakes.server import FakeServer, open_server
@@ -218,13 +224,9 @@ async def open_lane(*, split: Any = None, wait: bool = True, knobs: Any = None,
         settings = attrs.evolve(engine_settings(config), raise_bugs=True)
         engine = Engine(make_adapter(config, "http://fake"), upstream, settings, metrics)
         metrics.watch(engine)
-        server = config.server
         router = Router([RoutedLane(engine)])
         coalescer = Coalescer(router.open_answer, metrics, coalesce_settings(config))
-        proxy = Proxy(coalescer.open_answer, metrics, ProxySettings(
-            keepalive_s=server.keepalive_s, body_bytes_max=server.body_bytes_max, body_gap_s=server.stall_s,
-            answer_bytes_max=config.upstream.answer_bytes_max,
-            forward_authorization=config.upstream.forward_authorization), pick=router.pick)
+        proxy = Proxy(coalescer.open_answer, metrics, proxy_settings(config), pick=router.pick)
         app = App(router, proxy, metrics, AppSettings(frozenset({"localhost"})), dict,
                   Access(access_settings(config)))
         async with trio.open_nursery() as nursery:

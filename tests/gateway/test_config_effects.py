@@ -1244,6 +1244,45 @@ def test_more_arguments_come_last() -> None:
     assert flags({"embedded.extra_args": ("--jinja", "-fa")}).endswith(" --jinja -fa")
 
 
+# --- compat -----------------------------------------------------------------------------------------------------------
+
+ODD_CALLS = b"".join(b"data: " + json.dumps(
+    {"id": "c", "choices": [{"index": 0, **choice}]}).encode() + b"\n\n" for choice in (
+    {"delta": {"tool_calls": [{"function": {"name": "f", "arguments": "{}"}}]}, "finish_reason": None},
+    {"delta": {"reasoning": "hm"}, "finish_reason": None},
+    {"delta": {}, "finish_reason": "stop"})) + b"data: [DONE]\n\n"
+
+
+async def odd_answer(keys: Mapping[str, Any]) -> str:
+    async with front(keys) as gw:
+        gw.runtime.script(Script(script=[(0, ODD_CALLS)]))
+        return b"".join(data for _, data in (await gw.chat()).writes).decode()
+
+
+@effect("compat.normalize_tool_calls")
+async def test_tool_calls_are_numbered_where_that_is_asked_for(autojump_clock: Any) -> None:
+    assert '"index":0,"id":"call_' in await odd_answer({"compat.normalize_tool_calls": True})
+    assert await odd_answer({"compat.normalize_tool_calls": False}) == ODD_CALLS.decode()
+
+
+@effect("compat.reasoning_field")
+@pytest.mark.parametrize(("word", "shown"), [("pass", '"reasoning": "hm"'), ("reasoning", '"reasoning": "hm"'),
+                                             ("reasoning_content", '"reasoning_content":"hm"')])
+async def test_the_reasoning_text_is_called_as_asked(autojump_clock: Any, word: str, shown: str) -> None:
+    assert shown in await odd_answer({"compat.reasoning_field": word})
+
+
+@effect("compat.keepalive_mode")
+@pytest.mark.parametrize(("word", "sent"), [
+    ("comment", b": ping"), ("empty-delta", b'"delta": {}'), ("off", None)])
+async def test_what_keeps_a_stream_alive(autojump_clock: Any, word: str, sent: bytes | None) -> None:
+    async with front({"compat.keepalive_mode": word, "server.keepalive_s": 5.0}) as gw:
+        gw.runtime.script(Script(itl=8))
+        writes = [data for _, data in (await gw.chat(tokens=2)).writes]
+        found = [data for data in writes if data.startswith(b": ping") or b'"delta": {}' in data]
+        assert (not found) if sent is None else (sent in found[-1])
+
+
 # --- logging ----------------------------------------------------------------------------------------------------------
 
 
