@@ -253,6 +253,30 @@ async def test_an_idle_ollama_without_a_model_is_asked_again_without_a_word(auto
         assert sum("backend up" in record.getMessage() for record in caplog.records) == 1
 
 
+async def test_case_33_one_request_loads_the_model_and_the_others_follow(autojump_clock: Any) -> None:
+    async with open_ollama(knobs={"slots": 4, "cold_load_s": 3.0}, backend={"seats": 4}) as lane:
+        calls = [lane.start(native("/api/chat", f"text {i}"), "/api/chat") for i in range(4)]
+        await trio.sleep(2.9)
+        assert len(lane.runtime.journal.calls) == 1
+        for call in calls:
+            await call.ended.wait()
+        assert [call.status for call in calls] == [200] * 4 and lane.runtime.loads == 1
+        assert lane.runtime.in_flight_max == 4  # once it was loaded they ran side by side
+
+
+async def test_case_34_a_second_model_costs_one_load_and_no_generation(autojump_clock: Any) -> None:
+    knobs = {"models": ("b",), "answer_tokens": 500, "model": "a"}
+    async with open_ollama(knobs=knobs, scheduler={"exclusive_models": True}) as lane:
+        calls = []
+        for model in ("a", "b", "a"):  # the first takes 5 s
+            calls.append(lane.start(native("/api/chat", f"for {model}") | {"model": model}, "/api/chat"))
+            await trio.sleep(1)
+        for call in calls:
+            await call.ended.wait()
+            assert lines(call.body)[-1]["eval_count"] == 500
+        assert [model for model, _ in lane.runtime.ollama.loads] == ["a:latest", "b:latest"]
+
+
 # --- options that reload (case 35) ------------------------------------------------------------------------------------
 
 
