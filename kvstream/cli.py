@@ -208,12 +208,20 @@ def _load(config: str | None, flags: dict[str, object], names: dict[str, str], *
 
 def _url(url: str | None, config: str | None) -> str:
     """Which KVStream to look at: the one named, else the one that this configuration would start here."""
+    return _target(url, config)[0]
+
+
+def _target(url: str | None, config: str | None) -> tuple[str, str]:
+    """The same, and the key to show it: KVSTREAM_KEY, else the token of the configuration, for its own KVStream only.
+    """
     from .gateway import statusview
 
+    key = os.environ.get("KVSTREAM_KEY", "")
     if url is None:
-        return statusview.url_of(_load(config, {}, {}, together=False).config.server)
+        ours = _load(config, {}, {}, together=False).config
+        return statusview.url_of(ours.server), key or ours.auth.metrics_token
     statusview.check_url(url)
-    return url
+    return url, key
 
 
 @main.command(short_help="Start a small real model and chat with it.")
@@ -240,12 +248,15 @@ def demo(ctx: click.Context, once: bool, port: str | None, config: str | None) -
 @click.option("--json", "as_json", is_flag=True, help="The snapshot as JSON (one line per look with --watch).")
 @click.pass_context
 def status(ctx: click.Context, url: str | None, config: str | None, watch: bool, as_json: bool) -> None:
-    """Show queue, seats and pages of a running KVStream."""
+    """Show queue, seats and pages of a running KVStream.
+
+    One that wants a key for that is shown the one in KVSTREAM_KEY, else auth.metrics_token of the configuration.
+    """
     from .gateway import statusview
 
-    url = _url(url, config)
+    url, key = _target(url, config)
     try:
-        ctx.exit(statusview.watch(url, as_json) if watch else statusview.show_once(url, as_json))
+        ctx.exit(statusview.watch(url, as_json, key) if watch else statusview.show_once(url, as_json, key))
     except KeyboardInterrupt:  # the ordinary way out of --watch
         ctx.exit(0)
 

@@ -427,6 +427,22 @@ def test_watch_looks_again_and_survives_a_restart(fake: Fake, monkeypatch: pytes
     assert result.exit_code == 0 and "draining" in result.stdout
 
 
+def test_the_key_of_the_environment_is_shown_and_that_of_a_file_only_at_home(
+        fake: Fake, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    file = tmp_path / "kvstream.toml"
+    port = fake.url.rpartition(":")[2]
+    file.write_text(f'[server]\nport = {port}\n[auth]\nmetrics_token = "t0ken"\n', "utf-8")
+    fake.replies["/status"] = (200, b"{}")
+    seen = []
+    real = statusview.open_client
+    monkeypatch.setattr(statusview, "open_client", lambda url, key="": seen.append(key) or real(url, key))
+    for arguments in (["--config", str(file)], ["--config", str(file), "--url", fake.url]):
+        for key in ("", "mine"):
+            monkeypatch.setenv("KVSTREAM_KEY", key)
+            invoke("status", *arguments)
+    assert seen == ["t0ken", "mine", "", "mine"]
+
+
 @pytest.mark.parametrize(("health", "ready", "code", "said"), [
     ((200, b"{}"), (200, b"{}"), 0, "is alive and ready."),
     ((500, b"{}"), (200, b"{}"), 1, "answers 500 on /health"),

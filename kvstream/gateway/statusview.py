@@ -51,9 +51,11 @@ def url_of(server: ServerConfig) -> str:
     return f"http://{f'[{host}]' if ':' in host else host}:{server.port}"
 
 
-def open_client(url: str) -> httpx.Client:
-    """A client for one KVStream; proxies of the environment are not asked, since this is usually loopback."""
-    return httpx.Client(base_url=url.rstrip("/"), timeout=LOOK_TIMEOUT_S, trust_env=False)
+def open_client(url: str, key: str = "") -> httpx.Client:
+    """A client for one KVStream that shows ``key``; proxies of the environment are not asked, since this is usually
+    loopback."""
+    headers = {"authorization": f"Bearer {key}"} if key else {}
+    return httpx.Client(base_url=url.rstrip("/"), headers=headers, timeout=LOOK_TIMEOUT_S, trust_env=False)
 
 
 def get(client: httpx.Client, path: str) -> httpx.Response:
@@ -78,12 +80,16 @@ def fetch(client: httpx.Client) -> Mapping[str, Any]:
         snapshot = None
     if reply.status_code != 200 or not isinstance(snapshot, dict):
         url = str(client.base_url).rstrip("/")
+        if reply.status_code in (401, 403) and VERSION_HEADER in reply.headers:
+            raise KVStreamError(
+                f"{url} does not show its /status: {_reason(reply)}. A key is taken from KVSTREAM_KEY, else "
+                "auth.metrics_token of the configuration.")
         raise KVStreamError(f"{url} answers {reply.status_code} on /status, which is not a KVStream's snapshot.")
     return snapshot
 
 
-def show_once(url: str, as_json: bool) -> int:
-    with open_client(url) as client:
+def show_once(url: str, as_json: bool, key: str = "") -> int:
+    with open_client(url, key) as client:
         snapshot = fetch(client)
     if as_json:
         click.echo(json.dumps(snapshot, indent=2))
@@ -92,9 +98,9 @@ def show_once(url: str, as_json: bool) -> int:
     return 0
 
 
-def watch(url: str, as_json: bool) -> int:
+def watch(url: str, as_json: bool, key: str = "") -> int:
     """Look until interrupted. A server that is not there yet, or goes away, is waited for."""
-    with open_client(url) as client:
+    with open_client(url, key) as client:
         if as_json:
             while True:
                 click.echo(json.dumps(_look(client)))

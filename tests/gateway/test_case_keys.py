@@ -14,7 +14,9 @@ import trio
 
 from kvstream.config_auth import ClientKey
 from kvstream.core.types import Priority
+from kvstream.errors import KVStreamError
 from kvstream.gateway import keys as keys_module
+from kvstream.gateway import statusview
 from kvstream.gateway.access import AccessSettings, Identity, identified, presented
 from kvstream.gateway.keys import Keys, digest_of
 from kvstream.gateway.request import parse_request
@@ -319,3 +321,15 @@ def test_case_89_nothing_prints_a_key() -> None:
 def test_case_89_unreadable_bytes_are_no_key() -> None:
     assert presented([(b"authorization", b"Bearer \xff\x00"), (b"x-api-key", "schlüssel".encode())]) == [
         b"\xff\x00", "schlüssel".encode()]
+
+
+async def test_case_89_the_command_line_shows_its_key() -> None:
+    async with open_rig(server={"host": "0.0.0.0"}, auth={"keys": (ALICE,), "metrics_token": "scrape"}) as rig:
+        url = f"http://127.0.0.1:{rig.port}"
+        for key, good in (("", False), ("wrong", False), ("scrape", True), (ALICE, True)):
+            with statusview.open_client(url, key) as client:
+                if good:
+                    assert (await trio.to_thread.run_sync(statusview.fetch, client))["version"]
+                else:
+                    with pytest.raises(KVStreamError, match="KVSTREAM_KEY"):
+                        await trio.to_thread.run_sync(statusview.fetch, client)

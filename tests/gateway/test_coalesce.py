@@ -7,10 +7,18 @@ from typing import Any
 
 import pytest
 import trio
+from hypothesis import given
+from hypothesis import settings as hypothesis_settings
+from hypothesis import strategies as st
+from trio.testing import MockClock
 
-from kvstream.gateway.request import CHAT
+from kvstream.adapters.base import Done
+from kvstream.gateway.coalesce import Coalescer, CoalesceSettings
+from kvstream.gateway.request import CHAT, parse_request
+from kvstream.gateway.router import Lane as RoutedLane
+from kvstream.gateway.router import Router
 from tests.fakes import Script
-from tests.gateway.conftest import Lane, chat, data_of, error_of, metric, open_lane, text_of
+from tests.gateway.conftest import Call, Lane, chat, data_of, error_of, metric, open_lane, text_of
 
 COLD: dict[str, Any] = {"temperature": 0}
 
@@ -21,6 +29,13 @@ async def until(true: Any, within_s: float = 30.0) -> None:
             await trio.sleep(0.01)
 
 
+async def over(*calls: Call) -> None:
+    """Wait until they ended; a hang is a failure."""
+    with trio.fail_after(60):
+        for call in calls:
+            await call.ended.wait()
+
+
 async def all_idle(lane: Lane, within_s: float = 5.0) -> None:
     await until(lane.idle, within_s)
     lane.engine.scheduler.check_invariants()
@@ -29,8 +44,7 @@ async def all_idle(lane: Lane, within_s: float = 5.0) -> None:
 async def test_sixteen_identical_requests_are_one_call(autojump_clock: Any) -> None:
     async with open_lane() as lane:
         calls = [lane.start(chat(**COLD)) for _ in range(16)]
-        for call in calls:
-            await call.ended.wait()
+        await over(*calls)
         assert len(lane.runtime.journal.calls) == 1
         assert {call.status for call in calls} == {200} and len({call.body for call in calls}) == 1
         assert calls[0].body.endswith(b"data: [DONE]\n\n") and text_of(calls[0].body)
@@ -49,8 +63,8 @@ async def test_a_follower_that_comes_late_reads_from_the_start(autojump_clock: A
         first = lane.start(chat(**COLD))
         await until(lambda: len(first.writes) > 40)
         second = lane.start(chat(**COLD))
-        await first.ended.wait()
-        await second.ended.wait()
+        await over(first)
+        await over(second)
         assert second.body == first.body and len(lane.runtime.journal.calls) == 1
 
 
@@ -63,8 +77,7 @@ async def test_a_follower_that_comes_late_reads_from_the_start(autojump_clock: A
 async def test_what_is_not_the_same_is_not_shared(autojump_clock: Any, other: dict[str, Any]) -> None:
     async with open_lane() as lane:
         calls = [lane.start(body) for body in (chat(temperature=0), other, other)]
-        for call in calls:
-            await call.ended.wait()
+        await over(*calls)
         temperature = other.get("temperature")
         shared = temperature == 0 and temperature is not False and "dynatemp_range" not in other
         assert len(lane.runtime.journal.calls) == (2 if shared else 3)
@@ -74,22 +87,19 @@ async def test_what_is_not_the_same_is_not_shared(autojump_clock: Any, other: di
 async def test_one_client_never_gets_the_answer_of_another(autojump_clock: Any) -> None:
     async with open_lane(auth={"keys": ("one", "two")}) as lane:
         calls = [lane.start(chat(**COLD), headers=[("x-api-key", key)]) for key in ("one", "two", "one")]
-        for call in calls:
-            await call.ended.wait()
+        await over(*calls)
         assert len(lane.runtime.journal.calls) == 2
     async with open_lane() as lane:
         calls = [lane.start(chat(**COLD), headers=headers)
                  for headers in ([("authorization", "Bearer a")], [("authorization", "Bearer b")], [])]
-        for call in calls:
-            await call.ended.wait()
+        await over(*calls)
         assert len(lane.runtime.journal.calls) == 3
 
 
 async def test_another_priority_is_another_place_in_the_queue(autojump_clock: Any) -> None:
     async with open_lane() as lane:
         calls = [lane.start(chat(**COLD), headers=[("x-kvstream-priority", p)]) for p in ("low", "high")]
-        for call in calls:
-            await call.ended.wait()
+        await over(*calls)
         assert len(lane.runtime.journal.calls) == 2
 
 
@@ -99,8 +109,7 @@ async def test_the_order_of_a_tools_fields_is_part_of_the_prompt(autojump_clock:
 
     async with open_lane() as lane:
         calls = [lane.start(chat(**COLD, tools=[tool(*names)])) for names in (("a", "b"), ("b", "a"))]
-        for call in calls:
-            await call.ended.wait()
+        await over(*calls)
         assert len(lane.runtime.journal.calls) == 2
 
 
@@ -133,8 +142,7 @@ async def test_twins_share_and_each_gets_its_own_form(
         if json_only:
             lane.runtime.script(script)
         shared = {name: lane.start(TWINS[name]) for name in order}
-        for call in shared.values():
-            await call.ended.wait()
+        await over(*shared.values())
         assert len(lane.runtime.journal.calls) == before + 1
         for name in order:
             assert shared[name].status == 200
@@ -156,8 +164,7 @@ async def test_twins_share_and_each_gets_its_own_form(
 async def test_no_twins_where_calls_are_passed_on(autojump_clock: Any) -> None:
     async with open_lane(upstream={"non_stream": "pass"}) as lane:
         calls = [lane.start(TWINS[name]) for name in ("stream", "whole", "whole", "stream")]
-        for call in calls:
-            await call.ended.wait()
+        await over(*calls)
         assert len(lane.runtime.journal.calls) == 2
         assert calls[1].body == calls[2].body and json.loads(calls[1].body)["choices"]
 
@@ -173,7 +180,7 @@ async def test_the_leader_leaves_and_the_follower_goes_on(autojump_clock: Any, a
         follower = lane.start(chat(**COLD))
         await trio.sleep(at)
         leader.leave()
-        await follower.ended.wait()
+        await over(follower)
         assert follower.status == 200 and follower.body.endswith(b"data: [DONE]\n\n")
         assert len(lane.runtime.journal.calls) == 1
         assert metric(lane.metrics, "kvstream_requests_total", route=CHAT, outcome="served") == 1
@@ -195,22 +202,23 @@ async def test_when_the_last_one_leaves_the_call_ends(autojump_clock: Any, at: f
         assert not lane.engine.streams
         await all_idle(lane)
         fresh = lane.start(chat(**COLD, max_tokens=1))
-        await fresh.ended.wait()
+        await over(fresh)
         assert fresh.status == 200
 
 
 async def test_who_comes_as_the_last_one_leaves_gets_a_call_of_its_own(autojump_clock: Any) -> None:
     """In the very turn: the old call is as good as cancelled, its task has not noticed yet."""
-    async with open_lane(knobs={"answer_tokens": 50}) as lane:
-        for _ in range(20):
-            first = lane.start(chat(**COLD))
-            await trio.sleep(0.2)
-            first.leave()
-            while not first.ended.is_set():
-                await trio.lowlevel.checkpoint()
-            second = lane.start(chat(**COLD))
-            await second.ended.wait()
-            assert second.status == 200 and second.body.endswith(b"data: [DONE]\n\n")
+    async with open_lane(knobs={"answer_tokens": 20}) as lane:
+        coalescer = Coalescer(Router([RoutedLane(lane.engine)]).open_answer, lane.metrics, CoalesceSettings())
+        await lane.nursery.start(coalescer.run)
+        incoming = parse_request(CHAT, (), json.dumps(chat(**COLD)).encode())
+        async with coalescer.open_answer(incoming, "first") as answer:
+            await answer.get()
+        async with coalescer.open_answer(incoming, "second") as answer:
+            events = []
+            while batch := await answer.get():
+                events += batch
+        assert isinstance(events[-1], Done)
 
 
 async def test_queued_followers_wait_in_one_place(autojump_clock: Any) -> None:
@@ -222,9 +230,9 @@ async def test_queued_followers_wait_in_one_place(autojump_clock: Any) -> None:
         assert len(lane.engine.streams) == 2
         for call in calls[:4]:
             call.leave()
-        await calls[4].ended.wait()
+        await over(calls[4])
         assert calls[4].status == 200
-        await busy.ended.wait()
+        await over(busy)
         await all_idle(lane)
 
 
@@ -239,8 +247,7 @@ async def test_when_the_answer_dies_everybody_gets_an_error_frame(autojump_clock
         await trio.sleep(0.15)
         late = lane.start(chat(**COLD))
         whole = lane.start(chat(**COLD, stream=False))
-        for call in (*calls, late, whole):
-            await call.ended.wait()
+        await over(*calls, late, whole)
         assert len(lane.runtime.journal.calls) == 1
         for call in (*calls, late):
             assert call.status == 200
@@ -256,8 +263,7 @@ async def test_an_error_before_the_first_byte_is_everybodys_http_error(autojump_
         refusal = b'{"error": {"message": "no such sampler", "code": 400}}'
         lane.runtime.script(Script(status=400, script=[(0.3, refusal)]))
         calls = [lane.start(chat(**COLD)) for _ in range(4)]
-        for call in calls:
-            await call.ended.wait()
+        await over(*calls)
         assert {call.status for call in calls} == {400} and len({call.body for call in calls}) <= 4
         assert all("no such sampler" in error_of(call.body)["message"] for call in calls)
         assert len(lane.runtime.journal.calls) == 1
@@ -269,7 +275,7 @@ async def test_a_gateway_that_closes_refuses_all(autojump_clock: Any) -> None:
         lane.engine.close(refuse_waiting=True)
         calls = [lane.start(chat(**COLD)) for _ in range(3)]
         for call in calls:
-            await call.ended.wait()
+            await over(call)
             assert call.status == 503 and "retry-after" in call.headers
 
 
@@ -282,11 +288,11 @@ async def test_who_does_not_read_is_let_go_and_slows_nobody(autojump_clock: Any)
     async with open_lane(**SMALL, knobs={"answer_tokens": 400}) as lane:
         stuck = lane.start(chat(**COLD), stuck=True)
         good = lane.start(chat(**COLD))
-        await good.ended.wait()
+        await over(good)
         assert good.ended_at is not None and good.ended_at < 6  # 400 tokens at 100 a second: nobody was waited for
         assert good.body.endswith(b"data: [DONE]\n\n") and len(lane.runtime.journal.calls) == 1
         stuck.leave()
-        await stuck.ended.wait()
+        await over(stuck)
         await all_idle(lane)
 
 
@@ -297,7 +303,7 @@ async def test_a_lone_reader_that_does_not_read_loses_its_seat_in_time(autojump_
         await until(lambda: not lane.engine.streams, within_s=8)
         assert metric(lane.metrics, "kvstream_requests_total", route=CHAT, outcome="stalled") == 1
         stuck.leave()
-        await stuck.ended.wait()
+        await over(stuck)
         await all_idle(lane)
 
 
@@ -308,8 +314,54 @@ async def test_beyond_the_history_a_newcomer_has_its_own_call(autojump_clock: An
         second = lane.start(chat(**COLD))
         third = lane.start(chat(**COLD))
         for call in (first, second, third):
-            await call.ended.wait()
+            await over(call)
             assert call.body.endswith(b"data: [DONE]\n\n") and text_of(call.body) == text_of(first.body)
         assert len(lane.runtime.journal.calls) == 2
         roles = [call.headers["x-kvstream-coalesced"] for call in (second, third)]
         assert sorted(roles) == ["follower", "leader"]
+
+
+# --- any order --------------------------------------------------------------------------------------------------------
+
+# (what is asked, comes at, leaves after; None: stays, as a stream), in ticks of 50 ms
+visits = st.lists(st.tuples(st.integers(0, 1), st.integers(0, 6), st.none() | st.integers(0, 8), st.booleans()),
+                  min_size=1, max_size=8)
+ends = st.sampled_from(["done", "done", "cut", "error_event"])
+
+
+async def scene(visitors: list[tuple[int, int, int | None, bool]], end: Any, slots: int) -> None:
+    async with open_lane(knobs={"slots": slots, "decode_rate": 20, "answer_tokens": 6}, wait=True) as lane:
+        lane.runtime.script(Script(itl=0.05, tokens=4, end=end))
+        calls: list[tuple[Call, int | None]] = []
+
+        async def visit(asked: int, comes: int, leaves: int | None, stream: bool) -> None:
+            await trio.sleep(comes * 0.05)
+            call = lane.start(chat(f"text {asked}", **COLD, stream=stream))
+            calls.append((call, leaves))
+            if leaves is not None:
+                await trio.sleep(leaves * 0.05)
+                call.leave()
+
+        async with trio.open_nursery() as nursery:
+            for visitor in visitors:
+                nursery.start_soon(visit, *visitor)
+        await over(*(call for call, _ in calls))
+        for call, leaves in calls:
+            if leaves is None:
+                whole = call.body.endswith(b"data: [DONE]\n\n") or call.body.startswith(b'{"choices"')
+                assert whole or b'"error"' in call.body
+                assert not (whole and b'"error"' in call.body)
+                assert end != "done" or whole
+        await all_idle(lane)
+        counted = sum(s.value for m in lane.metrics.registry.collect() for s in m.samples
+                      if s.name == "kvstream_requests_total")
+        assert counted <= len(visitors)
+        if all(leaves is None for _, leaves in calls):
+            assert counted == len(visitors), "everyone was booked once"
+
+
+@hypothesis_settings(max_examples=25, deadline=None)
+@given(st.random_module(), visits, ends, st.integers(1, 3))
+def test_any_order_of_coming_and_leaving(
+        _order: object, visitors: list[tuple[int, int, int | None, bool]], end: str, slots: int) -> None:
+    trio.run(scene, visitors, end, slots, clock=MockClock(autojump_threshold=0))
