@@ -150,6 +150,8 @@ class UpstreamConfig:
                                   "least while it reads a prompt (more would keep llama.cpp from noticing).",
                                   unit="seconds", low=0.001)
     slot_idle_s_max: float = key(30.0, "After a cancel, count the slot as busy for at most this long.", unit="seconds")
+    wedged_s: float = key(90.0, "So long without a token, or a prompt that is still being read, while requests run: "
+                          "the runtime hangs. End them, let the queue wait, try it later; 0 = never.", unit="seconds")
     busy_retry_s_max: float = key(30.0, "Ask a runtime that says it is busy (503) again for at most this long, while "
                                   "nothing was answered; 0 = pass the 503 on.", unit="seconds")
     down_grace_s: float = key(10.0, "A runtime that was there and is gone is waited for this long by new requests too "

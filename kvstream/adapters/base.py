@@ -13,7 +13,7 @@ How a call travels::
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from typing import Any, Protocol, Union
 
 from attrs import field, frozen
@@ -346,6 +346,11 @@ class Adapter(Protocol):
 
     def read_busy(self, reply: HttpReply) -> frozenset[tuple[int, int]] | None:
         """The (slot, task) pairs that are processing; None when the reply does not tell."""
+        ...
+
+    def read_work(self, reply: HttpReply) -> Hashable | None:
+        """From the same reply: a value that changes whenever the runtime has computed something (read more of a
+        prompt, made a token); None when the reply does not tell."""
         ...
 
     def count_calls(self, request: ProxyRequest) -> HttpCall | tuple[int, ...] | None:

@@ -15,7 +15,7 @@ every running request (case 38).
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from typing import Any, ClassVar
 from urllib.parse import quote
 
@@ -38,7 +38,7 @@ from .chunks import as_count
 from .decode import open_assembler
 from .failure import failed_reply
 from .llamacpp_count import Ask, are_ids, countable
-from .llamacpp_state import Props, empty_slot, erased, idle_slot, slots_of, streams_of
+from .llamacpp_state import Props, empty_slot, erased, idle_slot, slots_of, streams_of, work_of
 from .openai import OpenAIBackend
 from .routes import LLAMACPP_ROUTES, route_of
 
@@ -211,6 +211,9 @@ class LlamaCppBackend(OpenAIBackend):
             for slot in slots
             if slot.get("is_processing") is True
         )
+
+    def read_work(self, reply: HttpReply) -> Hashable | None:
+        return work_of(reply)
 
     def _of_model(self, path: str) -> str:
         """A GET about our model. A single-model server ignores the query; a router must not load the model for it."""

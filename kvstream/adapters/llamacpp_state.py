@@ -54,6 +54,23 @@ def slots_of(reply: HttpReply | None) -> list[dict[str, Any]] | None:
     return [row for row in data if isinstance(row, dict) and isinstance(row.get("id"), int)]
 
 
+def work_of(reply: HttpReply | None) -> tuple[tuple[int, ...], ...] | None:
+    """What the working slots have done: (slot, task, prompt tokens read, tokens made) of each."""
+    slots = slots_of(reply)
+    if slots is None:
+        return None
+    found = []
+    for row in slots:
+        if row.get("is_processing") is True:
+            token = row.get("next_token")
+            token = token[0] if isinstance(token, list) and token else token
+            made = as_count(token.get("n_decoded")) if isinstance(token, dict) else 0
+            read = as_count(row.get("n_prompt_tokens_processed"))
+            if read or made:  # a slot that was given a task has computed nothing yet
+                found.append((row["id"], as_count(row.get("id_task")), read, made))
+    return tuple(found)
+
+
 def empty_slot(reply: HttpReply | None) -> int | None:
     """An idle slot that holds nothing, the surest first: one that says 0 tokens, then one never used.
 

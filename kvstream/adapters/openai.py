@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from typing import Any, ClassVar
 
 from attrs import field, frozen
@@ -236,6 +236,9 @@ class OpenAIBackend:
         return None
 
     def read_busy(self, reply: HttpReply) -> frozenset[tuple[int, int]] | None:
+        return None
+
+    def read_work(self, reply: HttpReply) -> Hashable | None:
         return None
 
     def count_calls(self, request: ProxyRequest) -> HttpCall | tuple[int, ...] | None:

@@ -4,8 +4,9 @@ Theory. A health route is answered by another thread than the one that computes:
 hangs, and may say nothing at all while that thread reads a long prompt. So the only sign of life is progress: a token,
 or a prompt that is read on. None for ``wedged_s`` seconds while requests run means wedged, *unless* a prompt is being
 read: that takes as long as the prompt is long, and everybody else's tokens may have to wait for it. Prompts that are
-being read have a budget together: their uncached tokens, at the rate that was observed, times a safety factor. Where no
-rate is known the time-out of the first event is all there is.
+being read have a budget together: their uncached tokens, at the rate that was observed, times a safety factor. Before
+anything was observed the slowest machine is assumed on which anybody would wait. Where nobody can say how long a start
+takes, the time-out of the first event is all there is.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from attrs import frozen
 SAFETY: Final = 4.0
 TOKENS_MIN: Final = 64  # a shorter prompt tells how long a request takes to start, not how fast prompts are read
 WEIGHT: Final = 0.3
+SLOWEST_PER_S: Final = 20.0
 
 
 class PrefillRate:
@@ -37,9 +39,9 @@ class PrefillRate:
         else:
             self.per_s += WEIGHT * (seen - self.per_s)
 
-    def budget_s(self, tokens: int) -> float | None:
-        """How long reading ``tokens`` may take before it is suspicious; None when nothing is known."""
-        return None if self.per_s is None else SAFETY * tokens / self.per_s
+    def budget_s(self, tokens: int) -> float:
+        """How long reading ``tokens`` may take before it is suspicious."""
+        return SAFETY * tokens / (self.per_s or SLOWEST_PER_S)
 
 
 @frozen
@@ -62,6 +64,6 @@ def wedged_at(works: Sequence[Work], last_progress: float, rate: PrefillRate, *,
     quiet_since = max(last_progress, min(work.started for work in works))
     allowed = wedged_s
     for work in works:
-        budget = None if work.prefill is None else rate.budget_s(work.prefill) if work.prefill else 0.0
+        budget = None if work.prefill is None else rate.budget_s(work.prefill)
         allowed += (start_s_max or inf) if budget is None else min(budget, start_s_max or inf)
     return quiet_since + allowed

@@ -55,6 +55,7 @@ from .guard import Guard
 from .health import BackendWatcher, SlotView
 from .hygiene import PrefixHygiene
 from .lane_settings import EngineSettings
+from .liveness import Liveness
 from .load_options import LoadOptionsWatch
 from .logs import log_request
 from .metrics import Metrics
@@ -98,6 +99,7 @@ class Engine:
         self._live: dict[RequestId, Stream] = {}
         self._draining = DrainingSeats(self._live, metrics, self.post)
         self.guard = Guard(settings, self.post)
+        self._liveness = Liveness(adapter, upstream, settings, metrics, self.guard, self._live)
         self._runner = Runner(
             adapter, upstream, settings, watcher=self.watcher, guard=self.guard, post=self.post, settle=self._settle,
             patience=Patience(self.watcher, settings, metrics, (rng or random.Random()).random))
@@ -117,7 +119,8 @@ class Engine:
             nursery.start_soon(self._tick)
             nursery.start_soon(self.watcher.run_health)
             nursery.start_soon(self.watcher.run_slots)
-            nursery.start_soon(self.guard.run)
+            nursery.start_soon(self.guard.run, self.watcher.answers)
+            nursery.start_soon(self._liveness.run)
             task_status.started()
             await trio.sleep_forever()
 
@@ -148,6 +151,7 @@ class Engine:
             stream.lease, stream.granted = action, trio.current_time()
             stream.scope = trio.CancelScope()
             self.guard.admitted(stream)
+            self._liveness.admitted()
             self.metrics.admitted(stream)
             self._streams.start_soon(self._runner.run, stream)
         elif isinstance(action, Refuse):
@@ -183,6 +187,7 @@ class Engine:
             self.post(Ended(stream.rid, reason, tokens, draining=draining))
         if stream.usage and stream.prompt is not None:
             self.counter.learn(stream.request, stream.prompt, stream.usage.prompt)
+        self._liveness.ended(stream)
         self.metrics.ended(stream, error)
         log_request(stream, error)
 
@@ -286,18 +291,31 @@ class Engine:
         return bool(self._live)
 
     @property
+    def at_work(self) -> bool:
+        """Whether the runtime has requests, and nothing proves yet that it does nothing for them."""
+        return bool(self._liveness.running)
+
+    @property
     def last_progress(self) -> float:
         """When data of any answer last came."""
         return self.guard.last_progress
 
     @property
     def state(self) -> str:
-        """The backend's state as requests meet it: the watcher's, or ``breaker_open``, ``half_open`` while the breaker
-        stands before a backend that is up."""
+        """The backend's state as requests meet it: the watcher's, or ``breaker_open``, ``wedged`` and ``half_open``
+        while the breaker stands before a backend that is up."""
         state, circuit = self.watcher.backend.state, self.guard.circuit
         if state not in (Health.UP, Health.SLEEPING) or circuit is Circuit.CLOSED:
             return state
-        return "half_open" if circuit is Circuit.HALF_OPEN else "breaker_open"
+        if circuit is Circuit.HALF_OPEN:
+            return "half_open"
+        return "wedged" if self.guard.wedged else "breaker_open"
+
+    @property
+    def backend_state(self) -> str:
+        """What is known of the backend itself: the watcher's state, or ``wedged``."""
+        state = self.watcher.backend.state
+        return "wedged" if self.guard.wedged and state in (Health.UP, Health.SLEEPING) else state
 
     @property
     def ready(self) -> bool:

@@ -14,7 +14,7 @@ each in order).
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from typing import Any
 
 import trio
@@ -24,6 +24,7 @@ from ..core.messages import Event, Narrowed
 from ..errors import (
     BackendTimeoutError,
     BackendUnavailableError,
+    BackendWedgedError,
     KVStreamError,
     StreamTruncatedError,
     TotalTimeoutError,
@@ -35,6 +36,7 @@ from .stream import Stream
 log = logging.getLogger("kvstream.backend")
 
 OPEN_S_MAX = 60.0
+ASK_AGAIN_S = 1.0
 FLOW_S = 5.0  # a trial whose tokens flow for so long need not come to its end
 
 
@@ -58,7 +60,8 @@ class Guard:
         self._breaker = Breaker(settings.breaker_faults, settings.breaker_open_s, OPEN_S_MAX)
         self._post = post
         self._changed = trio.Event()
-        self.last_progress = float("-inf")
+        self.last_progress = float("-inf")  # when data of any answer last came, or work was seen otherwise
+        self.wedged = False  # since the last opening
 
     # --- what the engine reports --------------------------------------------------------------------------------------
 
@@ -70,7 +73,7 @@ class Guard:
         now = self.last_progress = trio.current_time()
         if self._breaker.trial != stream.rid or stream.first_token is None:
             return
-        if now - stream.first_token >= FLOW_S and self._breaker.success(stream.rid):
+        if (self.wedged or now - stream.first_token >= FLOW_S) and self._breaker.success(stream.rid):
             self._tell()
 
     def ended(self, stream: Stream, error: KVStreamError | None, *, known_down: bool) -> None:
@@ -92,6 +95,13 @@ class Guard:
         if self._breaker.allow_trial():
             self._tell()
 
+    def wedge(self, now: float) -> None:
+        """The backend computes nothing. It gets its trial when, after the pause, its health route answers; the first
+        token of that closes the breaker again."""
+        self.wedged = True
+        if self._breaker.trip(now, BackendWedgedError.code):
+            self._tell()
+
     # --- what others may see ------------------------------------------------------------------------------------------
 
     @property
@@ -103,16 +113,20 @@ class Guard:
         breaker = self._breaker
         left = round(max(0.0, breaker.until - now), 3) if breaker.state is Circuit.OPEN else None
         return {"state": breaker.state.value, "faults": breaker.faults, "why": breaker.why or None,
-                "opened": breaker.opened, "open_for_s": left}
+                "opened": breaker.opened, "open_for_s": left, "wedged": self.wedged}
 
     # --- tasks --------------------------------------------------------------------------------------------------------
 
-    async def run(self) -> None:
-        """Task body: give an open breaker its trial when the pause is over."""
+    async def run(self, answers: Callable[[], Awaitable[bool]]) -> None:
+        """Task body: give an open breaker its trial when the pause is over; a wedged backend must also say that it is
+        well: ``answers`` asks it."""
         while True:
             with trio.move_on_at(self._breaker.until):
                 await self._changed.wait()
             self._changed = trio.Event()
+            if trio.current_time() >= self._breaker.until and self.wedged and not await answers():
+                await trio.sleep(ASK_AGAIN_S)
+                continue
             if self._breaker.tick(trio.current_time()):
                 self._tell()
 
@@ -123,6 +137,7 @@ class Guard:
         elif breaker.state is Circuit.HALF_OPEN:
             log.info("backend: one request is let through to try it")
         else:
+            self.wedged = False
             log.info("backend: serves again")
         self._post(Narrowed(breaker.seats))
         self._changed.set()

@@ -8,8 +8,10 @@ Two task bodies. :meth:`BackendWatcher.run_health` walks the states below and po
     starting --answers--> up <--> loading        a loading backend is held, up to ``load_timeout_s``
         \\--refused--> down --answers--> up      a backend that is not there is refused at once
 
-A backend from which tokens flow is up, whatever its health route says or fails to say: a runtime deep in a prefill may
-answer late. It is asked every ``interval_s`` while requests are there, and five times less often when idle.
+A backend from which tokens flow is up, whatever its health route says, and is not asked. One whose health route says
+nothing while it has requests is busy: a runtime deep in a prefill may answer late. Whether it still does something for
+them is judged by ``liveness``. It is asked every ``interval_s`` while requests are there, and five times less often
+when idle.
 """
 
 from __future__ import annotations
@@ -24,12 +26,13 @@ from attrs import evolve, frozen
 from ..adapters.base import Adapter, CapacityQuery, CapacityReport, Health, HttpReply
 from ..core.messages import BackendDown, BackendUp, Event
 from ..core.types import RequestId
-from ..errors import KVStreamError
+from ..errors import BackendTimeoutError, KVStreamError
 from .ports import Upstream
 
 log = logging.getLogger("kvstream.backend")
 
 LOADING_POLL_S = 0.25
+SILENT = "silent"  # what a probe found: no answer in time
 PROBE_TIMEOUT_S = 3.0
 CAPACITY_TIMEOUT_S = 5.0
 IDLE_FACTOR = 5
@@ -84,6 +87,8 @@ class WatchedEngine(Protocol):
     @property
     def busy(self) -> bool: ...
     @property
+    def at_work(self) -> bool: ...
+    @property
     def last_progress(self) -> float: ...
 
 
@@ -111,9 +116,10 @@ class BackendWatcher:
     async def run_health(self) -> None:
         """Task body: probe, note, post, sleep; for ever."""
         self.backend = evolve(self.backend, since=trio.current_time())
+        nudged = True
         while True:
-            state, detail = await self._probe()
-            await self._enter(state, detail)
+            if nudged or not self._tokens_flow:
+                await self._enter(*await self._probe())
             pause = LOADING_POLL_S
             if self.backend.state in (Health.UP, Health.SLEEPING):
                 pause = self._interval_s * (1 if self._engine.busy else IDLE_FACTOR)
@@ -122,10 +128,22 @@ class BackendWatcher:
             self._nudge = trio.Event()
             with trio.move_on_after(pause):
                 await self._nudge.wait()
+            nudged = self._nudge.is_set()
+
+    @property
+    def _tokens_flow(self) -> bool:
+        return (self.backend.state == Health.UP
+                and trio.current_time() - self._engine.last_progress < self._interval_s)
+
+    async def answers(self) -> bool:
+        """Ask the health route now. *Errors*: none. *Cancellation*: safe."""
+        return (await self._probe())[0] in (Health.UP, Health.SLEEPING)
 
     async def _probe(self) -> tuple[str, str]:
         try:
             reply = await self._upstream.request(self._adapter.health(), timeout_s=PROBE_TIMEOUT_S)
+        except BackendTimeoutError as error:
+            return SILENT, error.message
         except KVStreamError as error:
             return Health.DOWN, error.message
         return self._adapter.read_health(reply), f"health answered {reply.status}"
@@ -133,6 +151,10 @@ class BackendWatcher:
     async def _enter(self, state: str, detail: str) -> None:
         before = self.backend
         now = trio.current_time()
+        if state == SILENT:
+            if before.state == Health.UP and self._engine.at_work:
+                return  # busy, as far as anybody can tell; whether it is wedged is judged by what it does
+            state = Health.DOWN
         if state == Health.DOWN:
             if before.state == Health.UP and now - self._engine.last_progress < self._interval_s * 2:
                 return  # tokens flow: busy, not gone

@@ -30,6 +30,7 @@ class EngineSettings:
     breaker_faults: int = 5
     breaker_open_s: float = 5.0
     hygiene: HygieneSettings = field(factory=HygieneSettings)
+    wedged_s: float = 90.0
     busy_retry_s_max: float = 30.0
     down_grace_s: float = 10.0
     raise_bugs: bool = False

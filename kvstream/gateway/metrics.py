@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 CONTENT_TYPE = CONTENT_TYPE_LATEST
 SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0)
 TOKEN_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 10.0, 60.0, 300.0)
-BACKEND_STATES = ("starting", "up", "loading", "sleeping", "down", "failed")
+BACKEND_STATES = ("starting", "up", "loading", "sleeping", "down", "failed", "wedged")
 
 
 class Metrics:
@@ -71,6 +71,8 @@ class Metrics:
         self.cache_bytes = Gauge("kvstream_response_cache_bytes", "Bytes of answers kept.", registry=r)
         self.slots_capped = Counter(
             "kvstream_slots_not_idle", "Cancelled requests whose slot was given up waiting for.", registry=r)
+        self.wedged = Counter(
+            "kvstream_wedged", "Times a backend was found to compute nothing while requests ran.", registry=r)
         self.busy_retries = Counter(
             "kvstream_busy_retries", "Times a busy backend was asked again for the same request.", registry=r)
         self.unfinished = Counter(
@@ -175,7 +177,7 @@ class _LaneGauges(Collector):
         circuit = _family("kvstream_breaker_state", "1 for the state the breaker is in.", "state")
         for engine in self.engines:
             for name in BACKEND_STATES:
-                state.add_metric([engine.name, name], float(engine.watcher.backend.state == name))
+                state.add_metric([engine.name, name], float(engine.backend_state == name))
             for each in Circuit:
                 circuit.add_metric([engine.name, each.value], float(engine.guard.circuit is each))
         yield state

@@ -125,7 +125,7 @@ class Pump:
                                         slot=stream.lease.slot if stream.lease else None)
         except RecursionError as error:  # what could just be parsed can be too deep to be written
             raise InvalidRequestError("the body is nested too deeply") from error
-        stream.sent = True
+        stream.sent, stream.sent_at = True, trio.current_time()
         async with self._upstream.open(call) as response:
             if not 200 <= response.status < 300:
                 stream.sent = False  # the runtime turned it away: no slot is at work on it

@@ -78,7 +78,7 @@ class Lane:
         engine = self.engine
         if engine.closing or (engine.state == "half_open" and engine.streams):
             return False
-        return engine.state not in (Health.DOWN, "failed", "breaker_open")
+        return engine.state not in (Health.DOWN, "failed", "breaker_open", "wedged")
 
     @property
     def load(self) -> float:

@@ -90,6 +90,7 @@ def engine_settings(config: Config) -> EngineSettings:
         health_interval_s=upstream.health_interval_s,
         slot_idle_poll_s=upstream.slot_idle_poll_s,
         slot_idle_s_max=upstream.slot_idle_s_max,
+        wedged_s=upstream.wedged_s,
         busy_retry_s_max=upstream.busy_retry_s_max,
         down_grace_s=upstream.down_grace_s,
         breaker_faults=upstream.breaker_faults,

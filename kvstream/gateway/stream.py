@@ -13,7 +13,7 @@ from attrs import define, frozen
 from ..adapters.base import Adapter, ProxyRequest, UpstreamEvent, UsageNumbers
 from ..core.messages import Admit, Submitted
 from ..core.types import CountSource, EndReason, Priority, RequestId
-from ..errors import KVStreamError, OverloadError, ReaderStalledError
+from ..errors import BackendError, KVStreamError, OverloadError, ReaderStalledError
 from .buffer import EventBuffer
 from .count import PromptCount
 
@@ -58,6 +58,7 @@ class Stream:
     busy_retries: int = 0
     # -- filled by the pump
     sent: bool = False  # the call went out: the runtime may be working on it
+    sent_at: float | None = None
     answered: bool = False  # headers came: a slot has it
     blocked: bool = False  # the pump waits for the reader, and does not see what the runtime does meanwhile
     first_token: float | None = None
@@ -121,7 +122,7 @@ def outcome_of(stream: Stream, error: KVStreamError | None) -> str:
         return "served"
     if stream.outcome in ("cancelled", "stalled"):
         return stream.outcome
-    if stream.outcome == "truncated" or stream.cut is not None:
+    if stream.outcome == "truncated" or (stream.cut is not None and not isinstance(stream.cut, BackendError)):
         return "cut"
     if stream.outcome != "failed":
         return "refused"

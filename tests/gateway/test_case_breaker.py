@@ -29,6 +29,65 @@ async def circuit(lane: Lane) -> str:
 # --- 42 ---------------------------------------------------------------------------------------------------------------
 
 
+async def test_case_42_five_faults_open_it_and_one_trial_closes_it(autojump_clock: Any) -> None:
+    async with open_lane(knobs={"slots": 4}) as lane:
+        assert [call.status for call in await break_it(lane)] == [502] * 5
+        assert await circuit(lane) == "open"
+        ready = await lane.get("/ready")
+        assert ready.status == 503 and json.loads(ready.body)["status"] == "breaker_open"
+        sent = len(lane.runtime.journal.calls)
+        lane.runtime.script(Script(first_byte_after=3.0))
+        waiting = [lane.start(chat(f"waiting {n}")) for n in range(20)]
+        await trio.sleep(4.5)
+        assert len(lane.runtime.journal.calls) == sent, "nothing goes to a backend that is left alone"
+        await trio.sleep(1.0)
+        assert await circuit(lane) == "half_open" and (await lane.get("/ready")).status == 200
+        await trio.sleep(1.5)
+        assert len(lane.runtime.journal.calls) == sent + 1, "one trial, whoever waits"
+        for call in waiting:
+            await call.ended.wait()
+        assert [call.status for call in waiting] == [200] * 20
+        assert await circuit(lane) == "closed"
+        assert lane.runtime.in_flight_max == 4 and lane.idle()
+
+
+async def test_case_42_a_failed_trial_opens_it_again_for_longer(autojump_clock: Any) -> None:
+    async with open_lane() as lane:
+        await break_it(lane)
+        began = trio.current_time()
+        lane.runtime.script(BROKEN, times=2)
+        waiting = [lane.start(chat(f"waiting {n}")) for n in range(20)]
+        for call in waiting:
+            await call.ended.wait()
+        assert sum(b"[DONE]" in call.body for call in waiting) == 18
+        tried = [entry.received_at - began for entry in lane.runtime.journal.calls[5:8]]
+        assert tried == pytest.approx([5, 15, 35], abs=0.5)
+        assert (await lane.status())["breaker"]["opened"] == 3 and lane.idle()
+
+
+async def test_case_42_a_trial_that_is_cancelled_decides_nothing(autojump_clock: Any) -> None:
+    async with open_lane() as lane:
+        await break_it(lane)
+        lane.runtime.script(Script(first_byte_after=60.0))
+        first, second = lane.start(chat("leaves")), lane.start(chat("stays"))
+        await trio.sleep(6)
+        assert len(lane.runtime.journal.calls) == 6
+        first.leave()
+        await second.ended.wait()
+        assert second.status == 200 and await circuit(lane) == "closed"
+
+
+async def test_case_42_a_long_trial_closes_it_when_its_tokens_have_flowed_for_a_while(autojump_clock: Any) -> None:
+    async with open_lane() as lane:
+        await break_it(lane)
+        lane.runtime.script(Script(itl=1.0, tokens=100))
+        lane.start(chat("long", max_tokens=100))
+        await trio.sleep(9)
+        assert await circuit(lane) == "half_open", "a first token is no answer: streams break later"
+        await trio.sleep(3)
+        assert await circuit(lane) == "closed"
+
+
 def says(status: int, message: str, kind: str = "invalid_request_error") -> Script:
     return Script(status=status, script=[(0, json.dumps({"error": {"message": message, "type": kind}}).encode())])
 

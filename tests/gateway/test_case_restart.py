@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from typing import Any
 
 import pytest
 import trio
 
-from tests.gateway.conftest import Call, Lane, chat, error_of, open_lane
+from kvstream.adapters.base import HttpCall
+from kvstream.errors import BackendRefusedError
+from tests.fakes import Script
+from tests.gateway.conftest import CHAT, Call, Lane, chat, error_of, open_lane
 
 UPSTREAM = {"health_interval_s": 0.5}
 
@@ -46,6 +51,43 @@ async def test_case_83_the_queue_outlives_a_restart(autojump_clock: Any) -> None
         assert all(served([*waiting, newcomer]))
         assert set(Counter(lane.runtime.journal.prompts).values()) == {1}, "nothing ran twice"
         assert lane.idle()
+
+
+async def test_case_83_it_dies_again_while_it_is_being_tried(autojump_clock: Any) -> None:
+    async with open_lane(knobs={"slots": 2, "decode_rate": 20.0, "answer_tokens": None}, upstream=UPSTREAM) as lane:
+        running = [lane.start(chat(f"running {n}", max_tokens=60)) for n in range(2)]
+        await trio.sleep(1)
+        waiting = [lane.start(chat(f"waiting {n}", max_tokens=40)) for n in range(5)]
+        await trio.sleep(0.5)
+        die(lane)
+        await trio.sleep(3)
+        lane.runtime.script(Script(first_byte_after=5.0))
+        lane.runtime.config.refuse = False
+        await trio.sleep(1.5)
+        tried = [prompt for prompt in lane.runtime.journal.prompts if prompt.startswith("waiting")]
+        assert len(tried) == 1, "one goes first"
+        die(lane)
+        await trio.sleep(3)
+        lane.runtime.config.refuse = False
+        await all_ended([*running, *waiting])
+        assert sum(served(waiting)) == 4, "the one that ran when it died is told so; the others are served"
+        assert set(Counter(lane.runtime.journal.prompts).values()) == {1}, "nothing ran twice"
+        assert lane.idle()
+
+
+async def test_case_83_no_herd_on_its_return(autojump_clock: Any) -> None:
+    """Sixteen wait, the backend returns: one is let in, and the others as it shows that it works."""
+    async with open_lane(knobs={"slots": 16, "n_ctx": 65536}, upstream=UPSTREAM) as lane:
+        lane.runtime.config.refuse = True
+        await trio.sleep(3)
+        calls = [lane.start(chat(f"n {n}")) for n in range(16)]
+        await trio.sleep(2)
+        lane.runtime.script(Script(first_byte_after=5.0), times=None)
+        lane.runtime.config.refuse = False
+        await trio.sleep(4)
+        assert len(lane.runtime.journal.calls) == 1
+        await all_ended(calls)
+        assert all(served(calls)) and len(lane.runtime.journal.calls) == 16
 
 
 async def test_case_83_who_was_let_in_when_nobody_listened_goes_back_to_its_place(autojump_clock: Any) -> None:
@@ -108,11 +150,15 @@ async def test_case_83_health_says_yes_and_nobody_listens(autojump_clock: Any) -
     async with open_lane(upstream=UPSTREAM) as lane:
         inner = lane.upstream.open
 
-        def open_only_health(call: Any) -> Any:
-            lane.runtime.config.refuse = call.method == "POST" and call.path.startswith("/v1/")
-            return inner(call)
+        @asynccontextmanager
+        async def only_health(call: HttpCall) -> AsyncIterator[Any]:
+            await trio.lowlevel.checkpoint()
+            if call.path == CHAT:
+                raise BackendRefusedError("connection refused")
+            async with inner(call) as response:
+                yield response
 
-        lane.upstream.open = open_only_health  # type: ignore[method-assign]
+        lane.upstream.open = only_health  # type: ignore[method-assign]
         call = await lane.post(chat())
-        assert call.status == 503 and error_of(call.body)["code"] == "backend_unavailable"
+        assert b'"backend_unavailable"' in call.body and lane.runtime.journal.calls == []
         assert lane.idle()

@@ -651,6 +651,19 @@ async def test_health_is_asked_so_often(autojump_clock: Any, seconds: float) -> 
         gw.nursery.cancel_scope.cancel()
 
 
+@effect("upstream.wedged_s")
+@pytest.mark.parametrize("seconds", [20.0, 0.0])
+async def test_a_runtime_that_computes_nothing_is_called_wedged(autojump_clock: Any, seconds: float) -> None:
+    async with front({"upstream.wedged_s": seconds}, answer_tokens=None) as gw:
+        answer = gw.start(tokens=None)
+        await trio.sleep(1)
+        gw.runtime.wedge()
+        await trio.sleep(25)
+        assert (await gw.status())["state"] in (("wedged", "half_open") if seconds else ("up",))
+        assert (b"backend_wedged" in answer.body) == bool(seconds)
+        gw.nursery.cancel_scope.cancel()
+
+
 @effect("upstream.busy_retry_s_max")
 @pytest.mark.parametrize("seconds", [0.0, 10.0])
 async def test_a_busy_runtime_is_asked_again_for_so_long(autojump_clock: Any, seconds: float) -> None:
