@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import signal
+import subprocess
+import sys
 from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
@@ -329,3 +333,91 @@ def test_every_key_is_live_or_named(about: Any) -> None:
 
 def test_every_live_key_exists() -> None:
     assert {about.path for about in KEYS} >= LIVE and {about.section for about in KEYS} >= LIVE_SECTIONS
+
+
+# --- the process ------------------------------------------------------------------------------------------------------
+
+posix = pytest.mark.skipif(sys.platform == "win32", reason="POSIX signals and terminals")
+SERVE = "import sys; sys.argv = ['kvstream', 'serve', '--config', sys.argv[1]]; from kvstream.cli import main; main()"
+# Runs SERVE in a terminal of its own, tells its process id, and closes the terminal when told to.
+IN_TERMINAL = """
+import os, pty, sys
+pid, terminal = pty.fork()
+if pid == 0:
+    os.dup2(int(sys.argv[3]), 2)
+    os.execv(sys.executable, [sys.executable, "-c", sys.argv[1], sys.argv[2]])
+print(pid, flush=True)
+sys.stdin.readline()
+os.close(terminal)
+sys.exit(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
+"""
+
+
+class Log:
+    """The stderr of a process, as far as it came."""
+
+    def __init__(self) -> None:
+        self.text = ""
+
+    async def read(self, stream: trio.abc.ReceiveStream) -> None:
+        while data := await stream.receive_some():
+            self.text += data.decode()
+
+    async def until(self, words: str, within_s: float = 20.0) -> None:
+        with trio.fail_after(within_s):
+            while words not in self.text:
+                await trio.sleep(0.02)
+
+
+@posix
+async def test_case_82_sighup_reads_the_file_again(tmp_path: Path) -> None:
+    path, log = tmp_path / "kvstream.toml", Log()
+    path.write_text("[server]\nport = 0\nreload = 'sighup'\n")
+    async with trio.open_nursery() as nursery:
+        process = await trio.lowlevel.open_process([sys.executable, "-c", SERVE, str(path)], stderr=subprocess.PIPE,
+                                                   stdout=subprocess.DEVNULL, start_new_session=True)
+        assert process.stderr is not None
+        nursery.start_soon(log.read, process.stderr)
+        try:
+            await log.until("listening on")
+            path.write_text("[server]\nport = 1\nreload = 'sighup'\n[[backend]]\nname = 'one'\n")
+            process.send_signal(signal.SIGHUP)
+            await log.until("restart to apply: server.port")
+            await log.until("backend one added")
+            path.write_text("[server")
+            process.send_signal(signal.SIGHUP)
+            await log.until("the configuration stays as it was")
+            assert process.poll() is None
+            process.send_signal(signal.SIGTERM)
+            with trio.fail_after(20):
+                assert await process.wait() == 0
+        finally:
+            process.kill()
+
+
+@posix
+async def test_a_terminal_that_is_closed_ends_what_was_started_in_it(tmp_path: Path) -> None:
+    """It also sends SIGHUP. Whoever closes a window expects the model to leave the memory."""
+    path, log = tmp_path / "kvstream.toml", Log()
+    path.write_text("[server]\nport = 0\n")
+    reading, writing = os.pipe()
+    process = await trio.lowlevel.open_process(
+        [sys.executable, "-c", IN_TERMINAL, SERVE, str(path), str(writing)], stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE, pass_fds=(writing,))
+    os.close(writing)
+    assert process.stdin is not None and process.stdout is not None
+    child = int(await process.stdout.receive_some())
+    try:
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(log.read, trio.lowlevel.FdStream(reading))
+            await log.until("listening on")
+            os.kill(child, signal.SIGHUP)  # not from the terminal
+            await log.until("configuration read again: nothing changed")
+            await process.stdin.send_all(b"\n")
+            with trio.fail_after(20):
+                assert await process.wait() == 0
+        assert "SIGHUP: draining" in log.text
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(child, signal.SIGKILL)
+        process.kill()
