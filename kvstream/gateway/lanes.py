@@ -61,6 +61,11 @@ class Lanes:
         """Those that are not retired, by name."""
         return {each.lane.name: each for each in self._open if not each.retired.is_set()}
 
+    @property
+    def retiring(self) -> tuple[Lane, ...]:
+        """Those that only finish what they have."""
+        return tuple(each.lane for each in self._open if each.retired.is_set())
+
     async def open(self, config: Config, backend: BackendConfig, *, base_url: str = "",
                    restarts: bool = False) -> OpenLane:
         """A lane for ``backend``, which may be down. ``restarts``: whoever started it also starts it again.

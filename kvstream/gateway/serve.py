@@ -143,7 +143,7 @@ async def open_gateway(loaded: Loaded, *, engine: Engine | None = None, metrics:
         coalescer = Coalescer(router.open_answer, metrics, coalesce_settings(config))
         await (await _enter_nursery(stack)).start(coalescer.run)
         proxy = Proxy(coalescer.open_answer, metrics, proxy_settings(config), pick=router.pick)
-        app = App(router, proxy, metrics, _app_settings(config, hop), lambda: _extra_status(reloader, embedded),
+        app = App(router, proxy, metrics, _app_settings(config, hop), lambda: _extra_status(reloader, lanes, embedded),
                   Access(access_settings(config)))
         for warning in access_warnings(config):
             log.warning("%s", warning)
@@ -190,10 +190,11 @@ def _make_server(config: Config, app: App, metrics: Metrics, sockets: list[Any])
                   tolerate_half_close=settings.half_close == "tolerate")
 
 
-def _extra_status(reloader: Reloader, embedded: EmbeddedServer | None) -> Mapping[str, Any]:
+def _extra_status(reloader: Reloader, lanes: Lanes, embedded: EmbeddedServer | None) -> Mapping[str, Any]:
     config = reloader.config
     extra: dict[str, Any] = {
         "config": reloader.status(),
+        "retiring": [{"name": lane.name, "requests": len(lane.engine.streams)} for lane in lanes.retiring],
         "kv_type": config.memory.dtype,
         "attention": config.attention.backend,
         "preemption": {"policy": config.scheduler.preemption_policy, "active": False,

@@ -25,6 +25,7 @@ from ..errors import BackendUnavailableError, ConfigError, KVStreamError
 VERSION_HEADER = "x-kvstream-version"  # on every answer of a KVStream
 LOOK_EVERY_S = 1.0
 LOOK_TIMEOUT_S = 5.0
+MODELS_MAX = 4  # of a backend
 ROWS_MAX = 20  # of the queue and of the running requests; a terminal is not a log
 WAITING_COLUMNS = ("position", "id", "age_s", "tokens", "counted", "priority", "why")
 RUNNING_COLUMNS = ("id", "phase", "state", "age_s", "tokens", "produced", "pages", "cached", "counted", "priority")
@@ -129,7 +130,17 @@ def health_line(url: str) -> str:
         raise KVStreamError(f"{url} answers {alive.status_code} on /health: not healthy.")
     if ready.status_code != 200:
         raise KVStreamError(f"{url} is alive but not ready: {_reason(ready)}")
-    return f"{url} is alive and ready."
+    return f"{url} is alive and ready{_not_up(ready)}."
+
+
+def _not_up(ready: httpx.Response) -> str:
+    """Those of several backends that are not up."""
+    try:
+        lanes = _table(ready.json(), "lanes")
+    except (ValueError, RecursionError, AttributeError):
+        return ""
+    away = [f"{_plain(name)} ({_plain(state)})" for name, state in lanes.items() if state not in ("up", "sleeping")]
+    return f"; not up: {', '.join(away)}" if away else ""
 
 
 def _reason(reply: httpx.Response) -> str:
@@ -153,8 +164,51 @@ def render(snapshot: Mapping[str, Any]) -> RenderableType:
     """A snapshot as tables."""
     if "error" in snapshot:
         return Text(_plain(snapshot["error"]), style="red")
+    lanes = [lane for lane in _list(snapshot, "lanes") if isinstance(lane, dict)]
+    troubles = _config_troubles(_table(snapshot, "config"))
+    if len(lanes) < 2:
+        return Group(_headline(snapshot), *troubles, *_lane_parts(snapshot))
+    parts: list[RenderableType] = [Text.assemble(("KVStream ", "bold"), _n(snapshot, "version")), *troubles,
+                                     _overview(lanes)]
+    for lane in lanes:
+        title = Text.assemble("\n", (_n(lane, "name"), "bold"), "  ", _n(lane, "state"))
+        detail = _table(lane, "backend").get("detail")
+        if detail:
+            title.append(f" ({_plain(detail)})", style="yellow")
+        parts += [title, *_lane_parts(lane)]
+    return Group(*parts)
+
+
+def _config_troubles(config: Mapping[str, Any]) -> list[RenderableType]:
+    """Why the configuration file is not what is in force."""
+    found: list[RenderableType] = []
+    if config.get("error"):
+        found.append(Text(f"config    not in force: {_plain(config['error'])}", style="red"))
+    if _list(config, "restart"):
+        paths = ", ".join(_plain(path) for path in _list(config, "restart"))
+        found.append(Text(f"config    restart to apply: {paths}", style="yellow"))
+    return found
+
+
+def _overview(lanes: Sequence[Mapping[str, Any]]) -> Table:
+    """One row per lane."""
+    table = Table(title="backends", title_justify="left")
+    for column in ("name", "kind", "url", "state", "seats", "waiting", "models"):
+        table.add_column(column, overflow="fold", justify="right" if column in ("seats", "waiting") else "left")
+    for lane in lanes:
+        backend, seats, models = _table(lane, "backend"), _table(lane, "seats"), _list(lane, "models")
+        shown = ", ".join(_plain(model) for model in models[:MODELS_MAX])
+        more = f" and {len(models) - MODELS_MAX} more" if len(models) > MODELS_MAX else ""
+        cells = (_n(lane, "name"), _n(backend, "kind"), _n(backend, "url"), _n(lane, "state"),
+                 f"{_n(seats, 'used')}/{_n(seats, 'total')}", _n(_table(lane, "queue"), "length"), shown + more)
+        table.add_row(*(Text(cell) for cell in cells))
+    return table
+
+
+def _lane_parts(snapshot: Mapping[str, Any]) -> list[RenderableType]:
+    """All about one lane but where it is."""
     capacity, seats, queue = (_table(snapshot, name) for name in ("capacity", "seats", "queue"))
-    parts: list[RenderableType] = [_headline(snapshot), _capacity(capacity, _table(snapshot, "backend")),
+    parts: list[RenderableType] = [_capacity(capacity, _table(snapshot, "backend")),
                                      *_alternating(_list(snapshot, "options_alternate")),
                                      *_hygiene(_list(_table(snapshot, "prefix_hygiene"), "findings"))]
     if capacity:
@@ -172,7 +226,7 @@ def render(snapshot: Mapping[str, Any]) -> RenderableType:
     if counters:
         parts.append(Text("counters  " + ", ".join(f"{_plain(name)} {_count(count)}"
                                                    for name, count in counters.items())))
-    return Group(*parts)
+    return parts
 
 
 def _count(count: Any) -> str:

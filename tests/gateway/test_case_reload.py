@@ -177,6 +177,7 @@ async def test_case_82_a_removed_backend_drains(tmp_path: Path) -> None:
         assert stream.status == 200
         removed = gw.gateway.router.lanes[1]
         await gw.change(gw.text(0), lambda: gw.lanes == ["a"])
+        assert (await gw.get("/status"))["retiring"] == [{"name": "b", "requests": 1}]
         assert removed.engine.closing and len(removed.engine.streams) == 1 and removed in gw.gateway.lanes.all
         late = await open_request(gw.port, "POST", CHAT, chat("late", model="mb", stream=False))
         assert gw.runtimes[1].journal.prompts == ["running"], "the removed backend got a new request"
