@@ -49,7 +49,7 @@ class StreamedAnswer:
         self._send = send
         self._headers = headers
         self._empty_deltas = settings.keepalive_mode == "empty-delta"
-        off = settings.keepalive_mode == "off" or not dialect.ping
+        off = settings.keepalive_mode == "off" or not (dialect.ping or self._empty_deltas)
         self._keepalive_s = (0 if off else settings.keepalive_s) or float("inf")
         self._ping_at = trio.current_time() + self._keepalive_s
         self._usage_due = answer.request.include_usage  # asked for, and not sent yet
@@ -99,7 +99,10 @@ class StreamedAnswer:
         while True:
             with trio.move_on_at(self._ping_at):
                 return await self._answer.get()
-            await self._write(self._dialect.empty_delta(self._answer) if self._empty_deltas else self._dialect.ping)
+            data = self._dialect.empty_delta(self._answer) if self._empty_deltas else self._dialect.ping
+            self._ping_at = trio.current_time() + self._keepalive_s
+            if data:  # lines of JSON have no ping, and no empty one before the first
+                await self._write(data)
 
     def _bytes(self, events: list[UpstreamEvent]) -> bytes:
         frames: list[bytes] = []

@@ -220,6 +220,18 @@ async def test_a_waiting_native_client_is_refused_with_a_status_and_hears_no_pin
 
 
 @pytest.mark.parametrize("path", NATIVE)
+async def test_who_wants_proof_of_life_gets_lines_that_say_nothing(autojump_clock: Any, path: str) -> None:
+    async with open_ollama(server={"keepalive_s": 4.0}, compat={"keepalive_mode": "empty-delta"}) as lane:
+        lane.runtime.script(Script(first_byte_after=10, itl=10, tokens=3))
+        call = await lane.post(native(path), path)
+        said = lines(call.body)
+        assert call.writes[0][0] >= 10  # nothing before Ollama's own first line, whose model and time they have
+        texts = [line["message"]["content"] if path == "/api/chat" else line["response"] for line in said]
+        assert len(said) == 4 + 2 * 2 and texts.count("") == 5 and {line["model"] for line in said} == {"fake-model"}
+        assert [line["done"] for line in said] == [False] * 7 + [True]
+
+
+@pytest.mark.parametrize("path", NATIVE)
 async def test_leaving_frees_ollama(autojump_clock: Any, path: str) -> None:
     async with open_ollama(knobs={"answer_tokens": None}) as lane:
         for stream in (True, False):
