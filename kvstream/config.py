@@ -60,6 +60,8 @@ class ServerConfig:
     body_bytes_max: int = key(64 * 2**20, "Largest request body.", unit="bytes", low=1024)
     header_bytes_max: int = key(64 * 2**10, "Largest request head (line and headers).", unit="bytes", low=1024)
     connections_max: int = key(1024, "Most open client connections.", unit="connections", low=1, high=1_000_000)
+    audio_max: int = key(2, "Most transcriptions at once; others wait up to scheduler.max_wait_s.", unit="requests",
+                         low=1, high=1024)
     stall_s: float = key(30.0, "End a stream whose client reads nothing for this long.", unit="seconds", low=0.001)
     stream_buffer_bytes: int = key(2**20, "Most bytes kept for a client that reads slowly, per stream.", unit="bytes",
                                    low=1024)

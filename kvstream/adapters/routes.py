@@ -91,11 +91,11 @@ OLLAMA_ROUTES = frozenset(path for path, row in ROUTES.items() if row.dialect ==
     CHAT, COMPLETIONS, EMBEDDINGS, MESSAGES, RESPONSES}
 """Ollama's own, and what it serves of the others."""
 
-OPENAI_ROUTES = frozenset(path for path, row in ROUTES.items() if path.startswith("/v1/") and row.access != MEDIA)
+OPENAI_ROUTES = frozenset(path for path in ROUTES if path.startswith("/v1/"))
 """What a server that calls itself OpenAI-compatible may serve; what it does not, it says with a 404."""
 
 LLAMACPP_ROUTES = frozenset(
-    path for path, row in ROUTES.items() if row.access != MEDIA and row.dialect != "ollama")
+    path for path, row in ROUTES.items() if row.dialect != "ollama" and path != "/v1/audio/translations")
 """``llama-server`` serves all of them; some only with a flag, and then says which."""
 
 

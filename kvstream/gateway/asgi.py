@@ -8,7 +8,7 @@ cuts that block in two, and what lies between the halves leaks when a client lea
 from __future__ import annotations
 
 import json
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
 from typing import Any
 
 import trio
@@ -69,6 +69,27 @@ async def read_body(scope: Scope, receive: Receive, *, bytes_max: int, gap_s: fl
             if decoder is not None:
                 decoder.finish()
             return b"".join(parts) if len(parts) != 1 else parts[0]
+
+
+async def read_pieces(scope: Scope, receive: Receive, *, bytes_max: int, gap_s: float) -> AsyncIterator[bytes]:
+    """The request body piece by piece, as it was sent. *Errors*: as :func:`read_body`."""
+    for name, value in scope["headers"]:
+        if name == b"content-length" and int(value) > bytes_max:
+            raise too_large(int(value), bytes_max)
+    size, more = 0, True
+    while more:
+        with trio.move_on_after(gap_s) as waited:
+            message = await receive()
+        if waited.cancelled_caught:
+            raise InvalidRequestError(f"the request body stopped coming for {gap_s:g} s", status=408)
+        if message["type"] == "http.disconnect":
+            raise ClientGoneError
+        size += len(message.get("body", b""))
+        if size > bytes_max:
+            raise too_large(size, bytes_max)
+        if message.get("body"):
+            yield message["body"]
+        more = message.get("more_body", False)
 
 
 class BodyReceiver:

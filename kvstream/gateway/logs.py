@@ -76,10 +76,10 @@ def log_request(stream: Stream, error: KVStreamError | None) -> None:
     }})
 
 
-def log_passed(name: str, route: str, seconds: float) -> None:
+def log_passed(name: str, route: str, seconds: float, outcome: str = "served") -> None:
     """The same for a call that needed no seat."""
-    request_log.info("%s", "served", extra={"fields": {
-        "id": name, "route": route, "outcome": "served", "total_ms": round(seconds * 1000)}})
+    request_log.info("%s", outcome, extra={"fields": {
+        "id": name, "route": route, "outcome": outcome, "total_ms": round(seconds * 1000)}})
 
 
 def log_turned_away(name: str, route: str, error: KVStreamError) -> None:

@@ -132,9 +132,9 @@ class Metrics:
         if outcome == "refused":
             self.refused.labels(error.code).inc()
 
-    def passed(self, route: str) -> None:
-        """Book a call that needed no seat and was answered."""
-        self.requests.labels(route, "served").inc()
+    def passed(self, route: str, outcome: str = "served") -> None:
+        """Book a call that needed no seat and was answered, or whose client left."""
+        self.requests.labels(route, outcome).inc()
 
     def shared(self, route: str, outcome: str) -> None:
         """Book a request that had no call of its own: one of several with one answer, or one from the cache."""

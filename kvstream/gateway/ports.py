@@ -8,7 +8,7 @@ stands between the proxy and the engines (router, coalescing) takes one and is o
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import AsyncIterable, Awaitable, Callable, Mapping
 from contextlib import AbstractAsyncContextManager
 from typing import TYPE_CHECKING, Protocol
 
@@ -44,8 +44,10 @@ class Upstream(Protocol):
         """
         ...
 
-    def open(self, call: HttpCall) -> AbstractAsyncContextManager[UpstreamResponse]:
-        """Send a call and hand out its answer as soon as the headers are there.
+    def open(self, call: HttpCall,
+             content: AsyncIterable[bytes] | None = None) -> AbstractAsyncContextManager[UpstreamResponse]:
+        """Send a call and hand out its answer as soon as the headers are there. ``content`` is a body that is sent as
+        it comes, instead of the call's own; what it raises leaves here as it is.
 
         *Resource handling*: leaving the block closes the connection unless the body was read to its end.
         *Errors*: ``BackendUnavailableError``, ``BackendTimeoutError`` (connect only: the wait for headers is bounded by

@@ -11,7 +11,7 @@ import uuid
 import trio
 
 from ..adapters.base import Delta
-from ..adapters.routes import LIGHT, route_of
+from ..adapters.routes import LIGHT, MEDIA, route_of
 from ..errors import BackendProtocolError, KVStreamError
 from .access import identified
 from .asgi import (
@@ -29,10 +29,11 @@ from .asgi import (
 )
 from .dialects import Dialect, dialect_of
 from .logs import log_turned_away
+from .media import Media
 from .metrics import Metrics
 from .passage import Passage
 from .ports import Answer, OpenAnswer, PickBackend
-from .request import Incoming, parse_request
+from .request import Incoming, parse_request, unread_request
 from .streamed import ProxySettings, StreamedAnswer, queue_header
 
 
@@ -43,12 +44,14 @@ class Proxy:
                  pick: PickBackend) -> None:
         self._open_answer = open_answer
         self._passage = Passage(pick, metrics)
+        self._media = Media(pick, metrics, settings.media)
         self._metrics = metrics
         self._settings = settings
 
     def reconfigure(self, settings: ProxySettings) -> None:
         """For requests that come from now on."""
         self._settings = settings
+        self._media.reconfigure(settings.media)
 
     async def __call__(self, route: str, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve one call of ``route``.
@@ -61,6 +64,11 @@ class Proxy:
             headers.append((b"request-id", request_id.encode()))  # where their client looks for it
         body = BodyReceiver(receive)
         try:
+            if route_of(route).access == MEDIA:
+                unread = unread_request(
+                    route, scope["headers"], forward_authorization=self._settings.forward_authorization)
+                await self._media.run(identified(unread, scope), scope, body, send, headers, request_id)
+                return
             content = await read_body(scope, body, bytes_max=self._settings.body_bytes_max,
                                       gap_s=self._settings.body_gap_s)
             incoming = identified(parse_request(

@@ -36,9 +36,9 @@ LOOK_S = 0.5
 SETTLE_S = 0.2
 SETTLES_MAX = 5  # a file that is written all the time is read all the same
 
-LIVE_SECTIONS = frozenset({"auth", "coalesce", "response_cache", "logging"})
+LIVE_SECTIONS = frozenset({"auth", "coalesce", "compat", "response_cache", "logging"})
 LIVE = frozenset({
-    "server.keepalive_s", "server.drain_s", "server.drain_queued", "server.body_bytes_max",
+    "server.audio_max", "server.keepalive_s", "server.drain_s", "server.drain_queued", "server.body_bytes_max",
     "server.stream_buffer_bytes", "server.allowed_hosts", "server.cors_origins", "server.public_metrics",
     "server.reload",
     "upstream.first_event_s", "upstream.stall_s", "upstream.total_s", "upstream.non_stream", "upstream.include_usage",

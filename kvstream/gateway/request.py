@@ -19,7 +19,8 @@ from ..core.types import Priority
 from ..errors import InvalidRequestError
 from .prompts import FORMS
 
-__all__ = ["CHAT", "COMPLETIONS", "Incoming", "answer_tokens", "parse_request", "prompt_text", "seats_wanted"]
+__all__ = ["CHAT", "COMPLETIONS", "Incoming", "answer_tokens", "parse_request", "prompt_text", "seats_wanted",
+           "unread_request"]
 
 # Everything else a client sends (cookies, hop-by-hop headers, X-Conversation-Id, Origin, Referer, Host ...) ends here.
 HOP_HEADER = "x-kvstream-hop"  # the ids of the KVStreams that a request came through
@@ -53,6 +54,24 @@ def parse_request(route: str, headers: Iterable[tuple[bytes, bytes]], body: byte
     FORMS[row.form].check(view)
     for name in (*row.limits, "n"):
         _optional(view, name, int, 0)
+    forwarded, client, priority = _read_headers(headers, forward_authorization)
+    request = ProxyRequest(
+        route=route, body=body, view=view, model=model, stream=stream,
+        include_usage=bool(options and options.get("include_usage")), headers=forwarded,
+    )
+    return Incoming(request, client, priority)
+
+
+def unread_request(route: str, headers: Iterable[tuple[bytes, bytes]], *,
+                   forward_authorization: bool = True) -> Incoming:
+    """A call of which only the head is read. Raises ``InvalidRequestError``."""
+    forwarded, client, priority = _read_headers(headers, forward_authorization)
+    return Incoming(ProxyRequest(route=route, body=b"{}", view={}, headers=forwarded), client, priority)
+
+
+def _read_headers(headers: Iterable[tuple[bytes, bytes]],
+                  forward_authorization: bool) -> tuple[tuple[tuple[str, str], ...], str, Priority]:
+    """(headers for the runtime, who asks, how urgent it is)."""
     forwarded: list[tuple[str, str]] = []
     secret, priority = b"", Priority.NORMAL
     for raw_name, raw_value in headers:
@@ -63,16 +82,14 @@ def parse_request(route: str, headers: Iterable[tuple[bytes, bytes]], body: byte
                 forwarded.append((name, raw_value.decode("latin-1")))
         elif name == "x-api-key":
             secret = secret or raw_value
+            if forward_authorization:
+                forwarded.append((name, raw_value.decode("latin-1")))
         elif name == PRIORITY_HEADER:
             priority = _priority(raw_value.decode("latin-1"))
         elif name in FORWARDED_HEADERS:
             forwarded.append((name, raw_value.decode("latin-1")))
-    request = ProxyRequest(
-        route=route, body=body, view=view, model=model, stream=stream,
-        include_usage=bool(options and options.get("include_usage")), headers=tuple(forwarded),
-    )
     client = hashlib.blake2b(secret, digest_size=8).hexdigest() if secret else ""
-    return Incoming(request, client, priority)
+    return tuple(forwarded), client, priority
 
 
 def answer_tokens(request: ProxyRequest) -> int | None:

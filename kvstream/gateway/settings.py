@@ -22,6 +22,7 @@ from .embedded import EmbeddedSpec
 from .engine import EngineSettings
 from .flight import FlightBounds
 from .hygiene import HygieneSettings
+from .media import MediaSettings
 from .stream import StreamTimes
 from .streamed import ProxySettings
 
@@ -40,6 +41,10 @@ def proxy_settings(config: Config) -> ProxySettings:
         body_gap_s=server.stall_s,
         answer_bytes_max=upstream.answer_bytes_max,
         forward_authorization=upstream.forward_authorization,
+        media=MediaSettings(
+            places=server.audio_max, wait_s_max=config.scheduler.max_wait_s, answer_s_max=upstream.first_event_s,
+            body_bytes_max=server.body_bytes_max, body_gap_s=server.stall_s,
+            answer_bytes_max=upstream.answer_bytes_max),
     )
 
 

@@ -10,6 +10,7 @@ from ..adapters.compat import Compat
 from ..errors import KVStreamError
 from .asgi import Headers, Send, start_stream
 from .dialects import Dialect
+from .media import MediaSettings
 from .ports import Answer
 from .request import answer_tokens
 
@@ -25,6 +26,7 @@ class ProxySettings:
     body_gap_s: float = 30.0
     answer_bytes_max: int = 64 * 2**20
     forward_authorization: bool = True
+    media: MediaSettings = field(factory=MediaSettings)
 
 
 def queue_header(answer: Answer, arrived: float) -> Headers:

@@ -11,7 +11,7 @@ came, httpcore does not tell apart from a head that broke off, so the bytes are 
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Iterator, Mapping
+from collections.abc import AsyncIterable, AsyncIterator, Iterator, Mapping
 from contextlib import asynccontextmanager
 from contextvars import ContextVar
 from typing import Any
@@ -81,9 +81,9 @@ class HttpUpstream:
         raise BackendTimeoutError(f"{self.base_url}{call.path} did not answer within {timeout_s:g} s")
 
     @asynccontextmanager
-    async def open(self, call: HttpCall) -> AsyncIterator[HttpxResponse]:
+    async def open(self, call: HttpCall, content: AsyncIterable[bytes] | None = None) -> AsyncIterator[HttpxResponse]:
         """See :meth:`ports.Upstream.open`."""
-        response = await self._send(call)
+        response = await self._send(call, content)
         try:
             yield HttpxResponse(response)
         finally:
@@ -100,15 +100,16 @@ class HttpUpstream:
             url = self._urls[path] = httpx.URL(self.base_url + path)
         return url
 
-    async def _send(self, call: HttpCall) -> httpx.Response:
-        # Where one pooled connection is stale the others may be too: the second attempt never takes one.
-        for transport in (self._pooled, self._unpooled):
+    async def _send(self, call: HttpCall, content: AsyncIterable[bytes] | None) -> httpx.Response:
+        # Where one pooled connection is stale the others may be too: the second attempt never takes one. A body that
+        # comes in pieces can be sent only once.
+        for transport in (self._pooled, self._unpooled) if content is None else (self._unpooled,):
             request = httpx.Request(
                 call.method,
                 self._url(call.path),
                 # As bytes: httpx takes text for ASCII only, but a client's User-Agent or key need not be.
                 headers=[(b"accept-encoding", b"identity"), *self._headers(call)],
-                content=call.body or None,
+                content=call.body or content,
                 extensions={"timeout": {"connect": self._connect_s, "read": None, "write": None, "pool": None}},
             )
             seen = _Seen()

@@ -6,11 +6,12 @@ Bytes travel through a bounded channel, so back-pressure reaches the fake's writ
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable, Iterable, Mapping
+from collections.abc import AsyncIterable, AsyncIterator, Callable, Iterable, Mapping
 from contextlib import asynccontextmanager
 from itertools import pairwise
 
 import trio
+from attrs import evolve
 
 from kvstream.adapters.base import HttpCall, HttpReply
 from kvstream.errors import (
@@ -131,11 +132,13 @@ class FakeUpstream:
         raise BackendTimeoutError(f"no answer to {call.method} {call.path} within {timeout_s:g} s")
 
     @asynccontextmanager
-    async def open(self, call: HttpCall) -> AsyncIterator[FakeResponse]:
-        """See ``ports.Upstream.open``."""
+    async def open(self, call: HttpCall, content: AsyncIterable[bytes] | None = None) -> AsyncIterator[FakeResponse]:
+        """See ``ports.Upstream.open``. Of a body in pieces the fake sees the whole, once it is there."""
         await trio.sleep(self.connect_s)
         if self.runtime.config.refuse or (self.refuses is not None and self.refuses(call)):
             raise BackendRefusedError("connection refused")
+        if content is not None:
+            call = evolve(call, body=b"".join([piece async for piece in content]))
         wire = _MemoryWire(self.writes_max, self.split)
         journal = self.runtime.journal
         connection = journal.connected()

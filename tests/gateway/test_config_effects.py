@@ -343,6 +343,20 @@ async def test_a_half_closed_client_is_served_or_gone(word: str, served_: bool) 
         await response.close()
 
 
+@effect("server.audio_max")
+@pytest.mark.parametrize(("places", "seconds"), [(1, 20), (2, 10)])
+async def test_how_many_sounds_are_heard_at_once(autojump_clock: Any, places: int, seconds: float) -> None:
+    path, kind = "/v1/audio/transcriptions", {"content-type": "multipart/form-data; boundary=b"}
+    async with front({"server.audio_max": places}) as gw:
+        gw.runtime.script(Script(script=[(10, b"{}")], headers=(("content-type", "application/json"),)), path=path,
+                          times=None)
+        began = trio.current_time()
+        async with trio.open_nursery() as nursery:
+            for _ in range(2):
+                nursery.start_soon(gw.call, "POST", path, b"--b--", kind)
+        assert trio.current_time() - began == pytest.approx(seconds, abs=1)
+
+
 @effect("server.cors_origins")
 async def test_a_web_page_of_a_named_origin_may_read_answers(autojump_clock: Any) -> None:
     async with front({"server.cors_origins": ("https://chat.example",)}) as gw:
