@@ -288,10 +288,12 @@ async def test_who_does_not_read_is_let_go_and_slows_nobody(autojump_clock: Any)
     async with open_lane(**SMALL, knobs={"answer_tokens": 400}) as lane:
         stuck = lane.start(chat(**COLD), stuck=True)
         good = lane.start(chat(**COLD))
-        await over(good)
+        try:
+            await over(good)
+        finally:
+            stuck.leave()  # else a failure hangs in a send that nothing can cancel
         assert good.ended_at is not None and good.ended_at < 6  # 400 tokens at 100 a second: nobody was waited for
         assert good.body.endswith(b"data: [DONE]\n\n") and len(lane.runtime.journal.calls) == 1
-        stuck.leave()
         await over(stuck)
         await all_idle(lane)
 
@@ -299,10 +301,12 @@ async def test_who_does_not_read_is_let_go_and_slows_nobody(autojump_clock: Any)
 async def test_a_lone_reader_that_does_not_read_loses_its_seat_in_time(autojump_clock: Any) -> None:
     async with open_lane(**SMALL, knobs={"answer_tokens": 50_000, "n_ctx": 400_000}) as lane:
         stuck = lane.start(chat(**COLD), stuck=True)
-        await until(lambda: lane.engine.streams)
-        await until(lambda: not lane.engine.streams, within_s=8)
+        try:
+            await until(lambda: lane.engine.streams)
+            await until(lambda: not lane.engine.streams, within_s=8)
+        finally:
+            stuck.leave()
         assert metric(lane.metrics, "kvstream_requests_total", route=CHAT, outcome="stalled") == 1
-        stuck.leave()
         await over(stuck)
         await all_idle(lane)
 
