@@ -105,6 +105,9 @@ class Access:
         """Let a request in, as the scope to go on with, or raise. *Errors*: ``UnauthorizedError``,
         ``ForbiddenError``."""
         path = scope["path"]
+        if self.cors.is_forged(scope):
+            raise ForbiddenError("a web page of an origin that is not in server.cors_origins sent this",
+                                 code="origin_not_allowed")
         if path in PUBLIC:
             return scope
         page = is_page(path)

@@ -20,6 +20,7 @@ _HEADERS = frozenset({
     "openai-organization", "openai-project", "user-agent", "x-api-key", "x-request-id",
 })
 _PREFIXES = ("x-kvstream-", "x-stainless-")
+_PLAIN_FORMS = frozenset({b"", b"text/plain", b"application/x-www-form-urlencoded", b"multipart/form-data"})
 _EXPOSED = (b"retry-after, www-authenticate, x-kvstream-cache, x-kvstream-coalesced, x-kvstream-count, "
             b"x-kvstream-queue-ms, x-kvstream-usage, x-kvstream-version, x-request-id")
 _VARY_PREFLIGHT = b"Origin, Access-Control-Request-Method, Access-Control-Request-Headers"
@@ -67,6 +68,17 @@ class Cors:
         if _values(scope, b"access-control-request-private-network") == [b"true"]:
             headers.append((b"access-control-allow-private-network", b"true"))
         return headers
+
+    def is_forged(self, scope: Scope) -> bool:
+        """Whether a page of a foreign origin sends what a browser lets it send without asking first: a plain form's
+        POST. It could not read the answer, but the runtime would work for it."""
+        origins = _values(scope, b"origin")
+        if scope["method"] in ("GET", "HEAD", "OPTIONS") or not origins or self._allowed(scope) is not None:
+            return False
+        if [origin.partition(b"://")[2] for origin in origins] == _values(scope, b"host"):
+            return False  # a page of this very address, behind a proxy that serves both
+        kinds = [kind.split(b";")[0].strip().lower() for kind in _values(scope, b"content-type")]
+        return len(kinds) != 1 or kinds[0] in _PLAIN_FORMS
 
     def _allowed(self, scope: Scope) -> bytes | None:
         origins = _values(scope, b"origin")

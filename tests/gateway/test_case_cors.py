@@ -116,3 +116,18 @@ async def test_case_76_over_the_wire() -> None:
         assert (await answer.read_events())[-1] == b"data: [DONE]"
         await answer.close()
         assert not any("origin" in entry.request.headers for entry in rig.runtime.journal.entries)
+
+
+@pytest.mark.parametrize(("origin", "kind", "status"), [
+    (EVIL, "text/plain", 403), (EVIL, "text/plain;charset=UTF-8", 403), (EVIL, None, 403), (EVIL, "", 403),
+    (EVIL, "application/x-www-form-urlencoded", 403), (EVIL, "Multipart/Form-Data; boundary=x", 403),
+    ("null", None, 403),
+    (EVIL, "application/json", 200),  # a browser asks first, and is refused
+    (GOOD, "text/plain", 200), ("http://localhost", "text/plain", 200), (None, "text/plain", 200), (None, None, 200)])
+async def test_case_76_a_forged_form_makes_nobody_work(
+        autojump_clock: Any, origin: str | None, kind: str | None, status: int) -> None:
+    async with open_lane(server={"cors_origins": (GOOD,)}) as lane:
+        headers = [(name, value) for name, value in (("Origin", origin), ("Content-Type", kind)) if value is not None]
+        call = await lane.post(chat(), headers=headers)
+        assert call.status == status
+        assert len(lane.runtime.journal.calls) == (status == 200)
