@@ -91,14 +91,14 @@ class Engine:
         self.watcher = BackendWatcher(
             adapter, upstream, self, settings.query, interval_s=settings.health_interval_s,
             load_timeout_s=settings.load_timeout_s, idle_poll_s=settings.slot_idle_poll_s,
-            idle_s_max=settings.slot_idle_s_max)
+            idle_s_max=settings.slot_idle_s_max, name=name)
         self.closing = False
         self._inbox: list[Event] = []
         self._wake = trio.Event()
         self._streams: trio.Nursery | None = None
         self._live: dict[RequestId, Stream] = {}
         self._draining = DrainingSeats(self._live, metrics, self.post)
-        self.guard = Guard(settings, self.post)
+        self.guard = Guard(settings, self.post, name)
         self._liveness = Liveness(adapter, upstream, settings, metrics, self.guard, self._live)
         self._runner = Runner(
             adapter, upstream, settings, watcher=self.watcher, guard=self.guard, post=self.post, settle=self._settle,
@@ -189,7 +189,7 @@ class Engine:
             self.counter.learn(stream.request, stream.prompt, stream.usage.prompt)
         self._liveness.ended(stream)
         self.metrics.ended(stream, error)
-        log_request(stream, error)
+        log_request(stream, error, self.name)
 
     # --- requests -----------------------------------------------------------------------------------------------------
 

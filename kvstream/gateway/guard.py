@@ -13,7 +13,6 @@ each in order).
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Awaitable, Callable
 from typing import Any
 
@@ -31,9 +30,8 @@ from ..errors import (
     UpstreamFailedError,
 )
 from .lane_settings import EngineSettings
+from .logs import backend_logger
 from .stream import Stream
-
-log = logging.getLogger("kvstream.backend")
 
 OPEN_S_MAX = 60.0
 ASK_AGAIN_S = 1.0
@@ -56,7 +54,8 @@ def is_backend_fault(stream: Stream, error: KVStreamError | None) -> bool:
 class Guard:
     """See the module. ``post`` hands an event to the scheduler."""
 
-    def __init__(self, settings: EngineSettings, post: Callable[[Event], None]) -> None:
+    def __init__(self, settings: EngineSettings, post: Callable[[Event], None], name: str = "") -> None:
+        self._log = backend_logger(name)
         self._breaker = Breaker(settings.breaker_faults, settings.breaker_open_s, OPEN_S_MAX)
         self._post = post
         self._changed = trio.Event()
@@ -133,11 +132,12 @@ class Guard:
     def _tell(self) -> None:
         breaker = self._breaker
         if breaker.state is Circuit.OPEN:
-            log.warning("backend: no more requests for %.1f s (%s)", breaker.until - trio.current_time(), breaker.why)
+            self._log.warning("backend: no more requests for %.1f s (%s)", breaker.until - trio.current_time(),
+                              breaker.why)
         elif breaker.state is Circuit.HALF_OPEN:
-            log.info("backend: one request is let through to try it")
+            self._log.info("backend: one request is let through to try it")
         else:
             self.wedged = False
-            log.info("backend: serves again")
+            self._log.info("backend: serves again")
         self._post(Narrowed(breaker.seats))
         self._changed.set()

@@ -27,9 +27,8 @@ from ..adapters.base import Adapter, CapacityQuery, CapacityReport, Health, Http
 from ..core.messages import BackendDown, BackendUp, Event
 from ..core.types import RequestId
 from ..errors import BackendTimeoutError, KVStreamError
+from .logs import backend_logger
 from .ports import Upstream
-
-log = logging.getLogger("kvstream.backend")
 
 LOADING_POLL_S = 0.25
 SILENT = "silent"  # what a probe found: no answer in time
@@ -96,7 +95,9 @@ class BackendWatcher:
     """See the module. ``query`` is what the operator configured about capacity."""
 
     def __init__(self, adapter: Adapter, upstream: Upstream, engine: WatchedEngine, query: CapacityQuery, *,
-                 interval_s: float, load_timeout_s: float, idle_poll_s: float, idle_s_max: float) -> None:
+                 interval_s: float, load_timeout_s: float, idle_poll_s: float, idle_s_max: float,
+                 name: str = "") -> None:
+        self._log = backend_logger(name)
         self._adapter = adapter
         self._upstream = upstream
         self._engine = engine
@@ -173,7 +174,7 @@ class BackendWatcher:
             elif before.capacity is not None and not before.capacity.settled and not self._engine.busy:
                 await self._learn(state)
             elif await self._was_restarted():
-                log.info("the backend was restarted between two looks, or loaded another model")
+                self._log.info("the backend was restarted between two looks, or loaded another model")
                 await self._learn(state)
             return
         if state != before.state:
@@ -205,10 +206,10 @@ class BackendWatcher:
         fresh = before is not None and (
             before.instance != report.instance or not report.instance or before.process != report.process)
         for note in report.notes:
-            log.info("capacity: %s", note)
+            self._log.info("capacity: %s", note)
         limits = report.limits
-        log.info("backend up: %s, %d seats, %d pages of %d tokens (%s)", limits.mode.value, limits.seats, limits.pages,
-                 limits.page_tokens, limits.source)
+        self._log.info("backend up: %s, %d seats, %d pages of %d tokens (%s)", limits.mode.value, limits.seats,
+                       limits.pages, limits.page_tokens, limits.source)
         self.backend = BackendState(state, trio.current_time(), "", report)
         self._announce()
         with trio.move_on_after(RECOUNT_S_MAX):
@@ -228,8 +229,8 @@ class BackendWatcher:
         return self._adapter.read_capacity(replies, self._query)
 
     def _set(self, state: str, detail: str) -> None:
-        log.log(logging.INFO if state in (Health.LOADING, Health.SLEEPING) else logging.WARNING,
-                "backend %s: %s", state, detail)
+        self._log.log(logging.INFO if state in (Health.LOADING, Health.SLEEPING) else logging.WARNING,
+                      "backend %s: %s", state, detail)
         self.backend = evolve(self.backend, state=state, since=trio.current_time(), detail=detail)
         self._announce()
 

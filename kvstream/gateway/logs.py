@@ -55,8 +55,14 @@ def set_up_logging(level: str, style: str) -> None:
     logging.getLogger("kvstream").setLevel(level)
 
 
-def log_request(stream: Stream, error: KVStreamError | None) -> None:
-    """The one line per request: what it was, how it ended, how long it waited, what it cost."""
+def backend_logger(name: str) -> logging.Logger:
+    """What a lane says about its backend; its name is in the logger's."""
+    return logging.getLogger("kvstream.backend" if name in ("", "default") else f"kvstream.backend.{name}")
+
+
+def log_request(stream: Stream, error: KVStreamError | None, backend: str) -> None:
+    """The one line per request: what it was, how it ended, how long it waited, what it cost. ``backend`` is its
+    lane's name."""
     if not request_log.isEnabledFor(logging.INFO):
         return
 
@@ -66,7 +72,8 @@ def log_request(stream: Stream, error: KVStreamError | None) -> None:
     usage, lease = stream.usage, stream.lease
     outcome = outcome_of(stream, error)
     request_log.info("%s", outcome, extra={"fields": {
-        "id": stream.name, "route": stream.request.route, "outcome": outcome, "error": error.code if error else None,
+        "id": stream.name, "backend": backend, "route": stream.request.route, "outcome": outcome,
+        "error": error.code if error else None,
         "phase": stream.phase,
         "stream": stream.request.stream, "queue_ms": ms(stream.granted or stream.ended, stream.arrived),
         "ttft_ms": ms(stream.first_token, stream.arrived), "total_ms": ms(stream.ended, stream.arrived),

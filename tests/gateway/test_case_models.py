@@ -220,3 +220,30 @@ def test_only_the_frames_own_model_is_renamed(value: dict[str, Any]) -> None:
 def test_frames_without_a_model_travel_as_they_are() -> None:
     for raw in (b"data: [DONE]\n\n", frame({"error": {"message": "m"}}), frame({"choices": []}), b": ping\n\n", b"{"):
         assert renamed(Delta(raw), "new").raw == raw
+
+
+# --- other dialects ---------------------------------------------------------------------------------------------------
+
+MESSAGES = {"messages": [{"role": "user", "content": "hello"}], "max_tokens": 8}
+CALLS = [
+    ("llamacpp", "/v1/messages", MESSAGES), ("llamacpp", "/v1/responses", {"input": "hello"}),
+    ("llamacpp", "/v1/completions", {"prompt": "hello"}), ("ollama", "/api/embed", {"input": "hello"}),
+    ("ollama", "/api/chat", {"messages": MESSAGES["messages"]}), ("ollama", "/api/generate", {"prompt": "hello"}),
+    ("ollama", "/v1/chat/completions", {"messages": MESSAGES["messages"]})]
+
+
+@pytest.mark.parametrize("stream", [True, False])
+@pytest.mark.parametrize(("kind", "path", "body"), CALLS)
+async def test_case_77_an_alias_in_every_dialect(
+        autojump_clock: Any, kind: str, path: str, body: dict[str, Any], stream: bool) -> None:
+    row = {"type": kind, "knobs": {"model": "m:latest", "answer_tokens": 4}, "aliases": ("gpt-4o=m:latest",)}
+    async with open_several(row, A) as several:
+        plain = await several.post({**body, "model": "m:latest", "stream": stream}, path)
+        call = await several.post({**body, "model": "gpt-4o", "stream": stream}, path)
+        assert plain.status == call.status == 200, call.body
+        sent = several.runtimes[0].journal.calls[-1].request.json["model"]
+        assert sent == "m:latest"
+        assert plain.body.count(b"m:latest") > 0 and b"m:latest" not in call.body
+        assert call.body.count(b"gpt-4o") == plain.body.count(b"m:latest")
+        unknown = await several.post({**body, "model": "none", "stream": stream}, path)
+        assert unknown.status == 404 and b"none" in unknown.body
