@@ -43,7 +43,8 @@ class Liveness:
         self._guard = guard
         self._live = live
         self._rate = PrefillRate()
-        self._served: str | None = None  # the group served last: what it needs is loaded
+        self._served: str | None = None  # what was loaded for the last request that was served
+        self._served_at = float("-inf")
         self._admitted = trio.Event()
 
     # --- what the engine reports --------------------------------------------------------------------------------------
@@ -56,7 +57,7 @@ class Liveness:
         """Learn from a request that is over."""
         if stream.first_token is None or stream.sent_at is None or stream.lease is None:
             return
-        cold, self._served = self._is_cold(stream), self._group(stream)
+        cold, self._served, self._served_at = self._is_cold(stream), self._loaded_for(stream), trio.current_time()
         usage = stream.usage
         cached = usage.cached if usage and usage.cached is not None else stream.lease.tokens_cached
         if not (cold or self._is_silent(stream)):
@@ -97,11 +98,16 @@ class Liveness:
         return _has_media(request.view.get("messages"))
 
     def _is_cold(self, stream: Stream) -> bool:
-        """Whether the runtime may have to load something for it first."""
-        return self._adapter.capabilities.loads_on_demand and self._group(stream) != self._served
+        """Whether the runtime may have to load something for it first: another model, the same one with other options
+        (whether or not those make a group), or one that nobody has used for long and that was put away."""
+        if not self._adapter.capabilities.loads_on_demand or stream.sent_at is None:
+            return False
+        unused_s = stream.sent_at - self._served_at
+        return self._loaded_for(stream) != self._served or unused_s >= self._settings.scheduler.cold_after_s
 
-    def _group(self, stream: Stream) -> str:
-        return stream.asked.group if stream.asked is not None else ""
+    def _loaded_for(self, stream: Stream) -> str:
+        group = stream.asked.group if stream.asked is not None else ""
+        return f"{group} {self._adapter.load_options(stream.request)}"
 
     # --- task ---------------------------------------------------------------------------------------------------------
 

@@ -51,6 +51,7 @@ class Runner:
     context: int
     engine: Engine
     users: int = 0
+    used_at: float = 0.0
     scope: trio.CancelScope = field(factory=trio.CancelScope)
     idle: trio.Event = field(factory=trio.Event)
 
@@ -95,6 +96,7 @@ class Ollama:
                 yield runner
             finally:
                 runner.users -= 1
+                runner.used_at = trio.current_time()
                 if not runner.users:
                     runner.idle.set()
                     if body.get("keep_alive") in (0, "0"):
@@ -109,6 +111,7 @@ class Ollama:
         return (*named, ("shift", False)) if body.get("shift") is False else tuple(named)
 
     def _fits(self, model: str, wanted: tuple[tuple[str, Any], ...]) -> Runner | None:
+        self._expire()
         runner = self.runners.get(model)
         return runner if runner is not None and runner.options == wanted else None
 
@@ -135,7 +138,7 @@ class Ollama:
         await trio.sleep(c.cold_load_s)
         context = dict(wanted).get("num_ctx") or c.n_ctx // c.slots
         engine = Engine(attrs.evolve(c, n_ctx=context * c.slots, unified=False))
-        runner = self.runners[model] = Runner(model, wanted, context, engine)
+        runner = self.runners[model] = Runner(model, wanted, context, engine, used_at=trio.current_time())
         self.loads.append((model, dict(wanted)))
         self.rt.loads = len(self.loads)
         assert self.rt._nursery is not None
@@ -165,6 +168,12 @@ class Ollama:
             runner.engine.clear()
             del self.runners[runner.model]
 
+    def _expire(self) -> None:
+        """Models that were not used for ``keep_alive_s`` are gone; looked at when somebody could tell."""
+        for runner in list(self.runners.values()):
+            if not runner.users and trio.current_time() - runner.used_at >= self.rt.config.keep_alive_s:
+                self.unload(runner)
+
     # --- status routes ---
 
     async def status(self, r: FakeRequest, wire: Wire, entry: Entry) -> None:
@@ -177,6 +186,7 @@ class Ollama:
         elif r.path == "/api/tags" and r.method in ("GET", "HEAD"):
             await rt.reply(wire, entry, 200, {"models": [self._card(name) for name in self.models]})
         elif route == ("GET", "/api/ps"):
+            self._expire()
             rows = [{**self._card(runner.model), "expires_at": "2026-11-29T18:05:00Z", "size_vram": 96576768,
                      "context_length": runner.context} for runner in self.runners.values()]  # fmt: skip
             await rt.reply(wire, entry, 200, {"models": rows})

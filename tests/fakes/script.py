@@ -124,6 +124,7 @@ class RuntimeConfig:
     models: tuple[str, ...] = ()  # besides `model`
     models_max: int = 1  # in memory at once
     load_queue_max: int = 512
+    keep_alive_s: float = 300.0
     heads_per_layer: bool = False
     # slot files
     slot_save: bool = True

@@ -393,6 +393,16 @@ def test_a_request_that_loads_or_unloads_is_never_answered_from_memory() -> None
     assert key("/api/embed", input="x", keep_alive="5m") is None
 
 
+@pytest.mark.parametrize("again", [{}, {"options": {"num_ctx": 2048}}])
+async def test_a_load_that_takes_minutes_is_no_hang(autojump_clock: Any, again: dict[str, Any]) -> None:
+    """A model is loaded anew when it was not used for long, and when its options change: neither is a sign of death."""
+    async with open_ollama(knobs={"cold_load_s": 250.0}, upstream={"health_interval_s": 10.0}) as lane:
+        for more in ({}, again):
+            assert (await lane.post(native("/api/chat", **more), "/api/chat")).status == 200
+            await trio.sleep(10 if again else 400)
+        assert lane.runtime.loads == 2
+
+
 # --- several backends -------------------------------------------------------------------------------------------------
 
 
