@@ -170,6 +170,28 @@ def test_a_flag_that_the_server_lacks_is_named_and_is_no_fault_of_the_backend(cl
     assert answer.status_code == 404 and "prefix token" in answer.json()["error"]["message"]
 
 
+def test_a_sound_to_a_model_that_hears_nothing(client: Any) -> None:
+    with pytest.raises(openai.NotFoundError) as caught:
+        client.audio.transcriptions.create(model="any", file=("a.wav", b"RIFF" + bytes(5000)))
+    assert "audio input" in str(caught.value) and caught.value.code == "route_not_supported"
+
+
+def test_a_ranking_equals_the_direct_one(start: Start, ranker: RealLlama) -> None:
+    request = {"query": "a red apple", "documents": ["an apple that is red", "the sea", "x"]}
+    with start(ranker.base_url) as gateway:
+        real, ours = (httpx.post(f"{url}/v1/rerank", json=request, trust_env=False, timeout=60).json()
+                      for url in (ranker.base_url, gateway.url))
+        scores = [[(r["index"], pytest.approx(r["relevance_score"], abs=1e-3)) for r in answer["results"]]
+                  for answer in (ours, real)]
+        assert scores[0] == scores[1] and ours["usage"] == real["usage"]
+
+
+@pytest.fixture(scope="module")
+def ranker() -> Iterator[RealLlama]:
+    with start_real(n_ctx=4 * 512, n_parallel=4, embedding=True, pooling_type=4) as server:
+        yield server
+
+
 # --- llama.cpp's own --------------------------------------------------------------------------------------------------
 
 
