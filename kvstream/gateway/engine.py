@@ -50,6 +50,7 @@ from ..errors import (
 from .buffer import EventBuffer
 from .count import PromptCount, PromptCounter
 from .draining import DrainingSeats
+from .drift import Drifts
 from .failures import error_of, error_of_refusal
 from .guard import Guard
 from .health import BackendWatcher, SlotView
@@ -99,6 +100,7 @@ class Engine:
         self._live: dict[RequestId, Stream] = {}
         self._draining = DrainingSeats(self._live, metrics, self.post)
         self.guard = Guard(settings, self.post, name)
+        self.drifts = Drifts(adapter, name)
         self._liveness = Liveness(adapter, upstream, settings, metrics, self.guard, self._live)
         self._runner = Runner(
             adapter, upstream, settings, watcher=self.watcher, guard=self.guard, post=self.post, settle=self._settle,
@@ -188,6 +190,7 @@ class Engine:
         if stream.usage and stream.prompt is not None:
             self.counter.learn(stream.request, stream.prompt, stream.usage.prompt)
         self._liveness.ended(stream)
+        self.drifts.ended(stream)
         self.metrics.ended(stream, error)
         log_request(stream, error, self.name)
 
@@ -281,6 +284,10 @@ class Engine:
     def seat_idle(self, rid: RequestId, *, capped: bool) -> None:
         """A draining request's slot is idle, or has been given up waiting for (``capped``)."""
         self._draining.idle(rid, capped=capped)
+
+    def slots_seen(self, working: int) -> None:
+        """So many slots of the runtime work now."""
+        self.drifts.slots_seen(self.scheduler.snapshot(trio.current_time()).seats.used, working)
 
     def backend_returned(self) -> None:
         """The backend was away and is back."""

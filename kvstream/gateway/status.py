@@ -55,6 +55,7 @@ def _lane(lane: Lane, now: float) -> dict[str, Any]:
                       "units_per_token": round(engine.counter.estimator.units_per_token, 3),
                       "samples": engine.counter.estimator.samples},
         "breaker": engine.guard.status(now),
+        "drift": engine.drifts.status(now),
         "options_alternate": engine.load_options.status(),
         "prefix_hygiene": engine.hygiene.status(),
         "counters": _counters(snapshot),

@@ -37,6 +37,8 @@ class Scene:
 
     async def recount_waiting(self) -> None: ...
 
+    def slots_seen(self, working: int) -> None: ...
+
     def slot_view(self) -> SlotView:
         return SlotView(frozenset(self.started), tuple(
             DrainingSeat(rid, answered, not self.prefill, 0.0) for rid, answered in self.draining.items()))
