@@ -7,6 +7,7 @@ origin: without them a page cannot tell an error from a broken network.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
 
 from .asgi import Headers, Message, Scope, Send
@@ -19,7 +20,7 @@ _HEADERS = frozenset({
     "authorization", "cache-control", "content-encoding", "content-language", "content-type", "openai-beta",
     "openai-organization", "openai-project", "user-agent", "x-api-key", "x-request-id",
 })
-_PREFIXES = ("x-kvstream-", "x-stainless-")
+_OWN = re.compile(r"x-(?:kvstream|stainless)-[a-z0-9-]+")
 _PLAIN_FORMS = frozenset({b"", b"text/plain", b"application/x-www-form-urlencoded", b"multipart/form-data"})
 _EXPOSED = (b"retry-after, www-authenticate, x-kvstream-cache, x-kvstream-coalesced, x-kvstream-count, "
             b"x-kvstream-queue-ms, x-kvstream-usage, x-kvstream-version, x-request-id")
@@ -60,7 +61,7 @@ class Cors:
         if self._allowed(scope) is None:
             return None
         asked = b",".join(_values(scope, b"access-control-request-headers")).decode("latin-1").lower()
-        names = [name for name in map(str.strip, asked.split(",")) if name in _HEADERS or name.startswith(_PREFIXES)]
+        names = [name for name in map(str.strip, asked.split(",")) if name in _HEADERS or _OWN.fullmatch(name)]
         headers = [(b"access-control-allow-methods", b"GET, POST, OPTIONS"), (b"vary", _VARY_PREFLIGHT),
                    (b"access-control-max-age", str(MAX_AGE_S).encode())]
         if names:

@@ -25,7 +25,7 @@ def acao(call: Any) -> Any:
 async def test_case_76_a_preflight_needs_no_key(autojump_clock: Any) -> None:
     async with open_lane(server={"cors_origins": (GOOD,)}, auth={"keys": (KEY,)}) as lane:
         wanted = ("Authorization, X-API-Key,anthropic-version, content-type, X-KVStream-Priority, x-stainless-os, "
-                  "x-evil, cookie")
+                  "x-evil, cookie, x-kvstream-(evil), x-kvstream-")
         call = await lane.request("OPTIONS", CHAT, headers=asks(GOOD, ("Access-Control-Request-Headers", wanted)))
         assert (call.status, call.body, acao(call)) == (204, b"", GOOD)
         assert call.headers["access-control-allow-headers"] == (
@@ -131,3 +131,13 @@ async def test_case_76_a_forged_form_makes_nobody_work(
         call = await lane.post(chat(), headers=headers)
         assert call.status == status
         assert len(lane.runtime.journal.calls) == (status == 200)
+
+
+async def test_case_76_every_header_of_ours_can_be_read(autojump_clock: Any) -> None:
+    settings = {"server": {"cors_origins": (GOOD,)}, "response_cache": {"enabled": True}}
+    async with open_lane(**settings) as lane:
+        for body in (chat(temperature=0), chat(temperature=0), chat(), chat(stream=False)):
+            call = await lane.post(body, headers=[("Origin", GOOD)])
+            exposed = call.headers["access-control-expose-headers"].split(", ")
+            ours = {name for name in call.headers if name.startswith("x-") and name != "x-accel-buffering"}
+            assert ours <= set(exposed)

@@ -333,3 +333,42 @@ async def test_case_89_the_command_line_shows_its_key() -> None:
                 else:
                     with pytest.raises(KVStreamError, match="KVSTREAM_KEY"):
                         await trio.to_thread.run_sync(statusview.fetch, client)
+
+
+# --- two keys, one floods ---------------------------------------------------------------------------------------------
+
+
+async def test_case_89_one_key_that_floods_makes_another_wait_for_one_service_time(autojump_clock: Any) -> None:
+    """Whatever else it sends: without keys, a client that calls itself by sixty names would have sixty shares."""
+    async with open_lane(auth={"keys": (ALICE, BOB)}, scheduler={"max_batch_size": 2},
+                         knobs={"slots": 2, "answer_tokens": 100}) as lane:
+        flood = [lane.start(chat(f"text {i}"), headers=[("x-api-key", ALICE), ("user-agent", f"agent {i}")])
+                 for i in range(60)]
+        await trio.sleep(3)
+        began = trio.current_time()
+        other = await lane.post(chat("mine"), headers=[("x-api-key", BOB)])
+        assert other.status == 200
+        assert trio.current_time() - began < 3  # a service takes about one second: one to wait for, one of its own
+        assert sum(call.ended.is_set() for call in flood) < 20
+        for call in flood:
+            call.leave()
+
+
+async def test_case_89_a_bigger_share_is_served_more_often(autojump_clock: Any, tmp_path: Path) -> None:
+    async with open_lane(auth={"keys_file": keys_file(tmp_path, f"""
+[[key]]
+name = "big"
+key = "{ALICE}"
+share = 3
+
+[[key]]
+name = "small"
+key = "{BOB}"
+""")}, scheduler={"max_batch_size": 1}, knobs={"slots": 1, "answer_tokens": 50}) as lane:
+        calls = {key: [lane.start(chat(f"{key} {i}"), headers=[("x-api-key", key)]) for i in range(40)]
+                 for key in (ALICE, BOB)}
+        await trio.sleep(15)
+        big, small = (sum(call.ended.is_set() for call in calls[key]) for key in (ALICE, BOB))
+        assert big + small > 15 and 2 <= big / small <= 4.5
+        for call in (*calls[ALICE], *calls[BOB]):
+            call.leave()

@@ -18,7 +18,7 @@ from kvstream.gateway.request import CHAT, parse_request
 from kvstream.gateway.router import Lane as RoutedLane
 from kvstream.gateway.router import Router
 from tests.fakes import Script
-from tests.gateway.conftest import Call, Lane, chat, data_of, error_of, metric, open_lane, text_of
+from tests.gateway.conftest import Call, Lane, chat, data_of, error_of, metric, open_lane, open_rig, text_of
 
 COLD: dict[str, Any] = {"temperature": 0}
 
@@ -56,6 +56,17 @@ async def test_sixteen_identical_requests_are_one_call(autojump_clock: Any) -> N
         await all_idle(lane)
         after = await lane.post(chat(**COLD))
         assert after.status == 200 and len(lane.runtime.journal.calls) == 2  # nothing was kept
+
+
+async def test_sixteen_over_the_wire_are_one_call() -> None:
+    async with open_rig(knobs={"slots": 2}) as rig:
+        responses = [await rig.send(chat(**COLD)) for _ in range(16)]
+        with trio.fail_after(30):
+            bodies = [await (await response.read_head()).read_all() for response in responses]
+        assert len(rig.runtime.journal.calls) == 1 and len(set(bodies)) == 1 and bodies[0].endswith(b"[DONE]\n\n")
+        for response in responses:
+            await response.close()
+        await rig.until(rig.idle)
 
 
 async def test_a_follower_that_comes_late_reads_from_the_start(autojump_clock: Any) -> None:
