@@ -67,3 +67,11 @@ show-joining *args:
 # Sixty-four clients on four slots: who is served in time, directly and through KVStream, one run of the bench
 show-goodput *args:
     {{python}} tests/measure/show_goodput.py {{args}}
+
+# Two keys, one floods: how long the other waits, in service times
+show-fair *args:
+    {{python}} tests/measure/show_fair.py {{args}}
+
+# Sixteen identical requests at temperature 0: how many calls the runtime sees
+show-coalesce *args:
+    {{python}} tests/measure/show_coalesce.py {{args}}

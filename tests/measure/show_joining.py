@@ -25,31 +25,15 @@ from attrs import define, field
 from figures import Page, progress, summary
 from processes import Child, kvstream_serving, llama, workplace
 from rich.progress import Progress
+from talking import Heard, talk, talking_to
 
-from kvstream.bench.answer import AnswerReader
 from kvstream.bench.plan import Kind, Load, Talk
-from kvstream.bench.prompts import message, request_body
-from kvstream.bench.target import Target, describe, learn_lengths
-from kvstream.gateway.upstream import HttpUpstream
 
 STREAMS, JOINERS = 3, 2
 SLOTS, CONTEXT = STREAMS + JOINERS, 2560
 STREAM_PROMPT, STREAM_TOKENS, FLOWING = 48, 2000, 8
 JOINER_TOKENS = 16
 WAYS = ("direct", "direct -b 512", "kvstream serve")
-
-
-@define
-class Heard:
-    """One request: its answer, and when it was sent (Trio's clock)."""
-
-    sent: float = 0.0
-    reader: AnswerReader = field(factory=AnswerReader)
-    ended: float | None = None
-
-    @property
-    def served(self) -> bool:
-        return self.reader.complete
 
 
 @define
@@ -90,33 +74,19 @@ def started(way: str, folder: Path) -> Iterator[Child]:
             yield child
 
 
-async def listen(target: Target, load: Load, talk: Talk, heard: Heard) -> None:
-    content = [{"role": "user", "content": message(load, target.lengths, target.label, talk, 0)}]
-    body = request_body(load, target.model, content, talk.kind.output_tokens)
-    heard.sent = trio.current_time()
-    async with target.upstream.open(target.call(load.route, body)) as response:
-        while data := await response.receive():
-            heard.reader.feed(data, trio.current_time())
-    heard.ended = trio.current_time()
-
-
 async def scenario(child: Child, run: Run, prompt_tokens: int, apart_s: float) -> None:
     flowing, joining = Kind("stream", 1, STREAM_PROMPT, STREAM_TOKENS), Kind("joining", 1, prompt_tokens, JOINER_TOKENS)
     load = Load((flowing, joining), seed=run.repeat)
-    async with HttpUpstream(child.url) as upstream:
-        target = Target(run.way, child.url, upstream)
-        _, models = await describe(target)
-        target = Target(run.way, child.url, upstream, model=models[0])
-        target = Target(run.way, child.url, upstream, model=models[0], lengths=await learn_lengths(target, load))
-        await listen(target, load, Talk(-1, Kind("warm-up", 1, 128, 4), 1), Heard())
+    async with talking_to(run.way, child.url, load) as target:
+        await talk(target, load, Talk(-1, Kind("warm-up", 1, 128, 4), 1), Heard())
         async with trio.open_nursery() as streams:
             for number, heard in enumerate(run.streams):
-                streams.start_soon(listen, target, load, Talk(number, flowing, 1), heard)
+                streams.start_soon(talk, target, load, Talk(number, flowing, 1), heard)
             while min(len(heard.reader.token_times) for heard in run.streams) < FLOWING:
                 await trio.sleep(0.01)
             async with trio.open_nursery() as joiners:
                 for number, heard in enumerate(run.joiners):
-                    joiners.start_soon(listen, target, load, Talk(STREAMS + number, joining, 1), heard)
+                    joiners.start_soon(talk, target, load, Talk(STREAMS + number, joining, 1), heard)
                     await trio.sleep(apart_s)
             streams.cancel_scope.cancel()  # they were long enough
     run.prompt_tokens = [heard.reader.usage.prompt for heard in run.joiners if heard.reader.usage is not None]
@@ -143,17 +113,9 @@ def figures(run: Run) -> dict[str, Any]:
     return {
         "way": run.way, "repeat": run.repeat, "gaps": run.gaps(), "gap_p50_s": gaps.median, "gap_p99_s": gaps.p99,
         "gap_max_s": gaps.high, "gap_calm_p50_s": calm.median, "n": gaps.n,
-        "ttft_s": [_ttft(first), _ttft(second)], "finish_s": [_end(first), _end(second)],
+        "ttft_s": [first.ttft_s, second.ttft_s], "finish_s": [first.took_s, second.took_s],
         "finished": sum(heard.served for heard in run.joiners), "prompt_tokens": run.prompt_tokens,
     }
-
-
-def _ttft(heard: Heard) -> float | None:
-    return None if heard.reader.first_token is None else heard.reader.first_token - heard.sent
-
-
-def _end(heard: Heard) -> float | None:
-    return None if heard.ended is None else heard.ended - heard.sent
 
 
 def print_rows(page: Page, rows: Sequence[dict[str, Any]]) -> None:
