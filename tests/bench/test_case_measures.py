@@ -87,6 +87,14 @@ async def test_case_68_several_tokens_in_a_chunk(autojump_clock: trio.abc.Clock)
     assert group.output_tokens == 100 and not group.output_estimated
 
 
+async def test_case_68_what_comes_after_the_last_token_is_no_token_time(autojump_clock: trio.abc.Clock) -> None:
+    script = [*[(0.04, delta(content="a"))] * 4, (2.0, delta("length")), (1.0, usage(64, 4)), (0.5, DONE)]
+    async with open_runtime() as runtime:
+        runtime.script(Script(script=script))
+        record = await only_record(runtime)
+    assert (record.tpot, record.gaps, record.e2e) == (near(0.04), near((0.04,) * 3), near(3.66))
+
+
 async def test_case_68_without_usage_it_is_an_estimate(autojump_clock: trio.abc.Clock) -> None:
     script = [(0.04, delta(content="a")) for _ in range(25)]
     async with open_runtime() as runtime:

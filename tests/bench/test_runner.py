@@ -12,9 +12,11 @@ from attrs import evolve
 
 from kvstream.bench.main import Options, prepare
 from kvstream.bench.plan import Kind
+from kvstream.bench.record import BlockResult, Record
 from kvstream.bench.result import Result, class_of, result_of
 from kvstream.bench.runner import run_load, warm_up
 from kvstream.bench.slo import Slo, parse_slo
+from kvstream.bench.verdict import saturation
 from kvstream.errors import BackendUnavailableError
 from tests.bench.conftest import Quiet, load, measured, measured_group, target_of
 from tests.fakes import FakeRuntime, Script, open_runtime
@@ -135,6 +137,25 @@ async def test_failures_of_one_side_are_told_with_the_ratio(autojump_clock: trio
         result, _ = await compared(left, right)
     assert "Requests that failed: 7 of 60 with slow, 0 of 60 with fast." in result.sentences
     assert any("7 requests failed and are in no latency" in remark for remark in result.remarks)
+
+
+def open_block(came: list[float], took: list[float | None]) -> BlockResult:
+    """An open loop: when each was due, and how long it took (None: it failed)."""
+    records = [Record(target="t", round=0, talk=n, turn=0, kind="all", prompt_asked=1, output_asked=1, intended=at,
+                      started=at, ended=at + (1.0 if s is None else s), outcome="error" if s is None else "full")
+               for n, (at, s) in enumerate(zip(came, took, strict=True))]
+    return BlockResult("t", 0, 0.0, 100.0, records)
+
+
+def test_saturation_is_told_from_noise() -> None:
+    came = [n * 0.5 for n in range(41)]  # 20 in the second half
+    late: list[float | None] = [0.4] * 37 + [2.0] * 4  # four of the last are still running at the end
+    found = saturation([open_block(came, late)])
+    assert found is not None and found.saturated is False and found.served_per_s < 0.9 * found.offered_per_s
+    growing = saturation([open_block(came, [0.4 + n * 0.5 for n in range(41)])])
+    assert growing is not None and growing.saturated is True
+    failing = saturation([open_block(came, [0.4, None] * 20 + [0.4])])  # half of what comes is turned away
+    assert failing is not None and failing.saturated is True
 
 
 # --- before the run ---------------------------------------------------------------------------------------------------
