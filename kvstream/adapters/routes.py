@@ -88,7 +88,7 @@ _ROWS = (
 ROUTES: Mapping[str, Route] = MappingProxyType({row.path: row for row in _ROWS})
 
 OLLAMA_ROUTES = frozenset(path for path, row in ROUTES.items() if row.dialect == "ollama") | {
-    CHAT, COMPLETIONS, EMBEDDINGS, MESSAGES, RESPONSES}
+    CHAT, COMPLETIONS, EMBEDDINGS, MESSAGES, RESPONSES, "/v1/audio/transcriptions"}
 """Ollama's own, and what it serves of the others."""
 
 OPENAI_ROUTES = frozenset(path for path in ROUTES if path.startswith("/v1/"))

@@ -403,6 +403,15 @@ async def test_a_load_that_takes_minutes_is_no_hang(autojump_clock: Any, again: 
         assert lane.runtime.loads == 2
 
 
+async def test_speech_goes_to_ollama_s_own_route(autojump_clock: Any) -> None:
+    path = "/v1/audio/transcriptions"
+    async with open_ollama() as lane:
+        lane.runtime.script(Script(script=[(0, b'{"text":"hello"}')], headers=(("Content-Type", "application/json"),)),
+                            path=path)
+        call = await lane.request("POST", path, b"--b--", [("content-type", "multipart/form-data; boundary=b")])
+        assert (call.status, call.body) == (200, b'{"text":"hello"}')
+
+
 # --- several backends -------------------------------------------------------------------------------------------------
 
 
