@@ -22,6 +22,7 @@ import trio
 from attrs import define, field, frozen
 
 from ..adapters.base import Adapter, Delta, Done, ProxyRequest, UpstreamEvent, UsageNumbers
+from ..adapters.routes import route_of
 from ..adapters.whole import DONE_FRAME, frame_of, stream_chunks
 from ..core.types import CountSource
 from ..errors import KVStreamError, ReaderStalledError
@@ -263,7 +264,9 @@ class Replay:
 def shaped(events: list[UpstreamEvent], request: ProxyRequest) -> list[UpstreamEvent]:
     """The events as this client's own call would have brought them. A runtime that ignored ``stream: true`` was read
     for a client without a stream; for one with a stream its object is cut into chunks here, as the decoder does it."""
-    if not request.stream or all(getattr(event, "raw", b"x") for event in events):
+    if not request.stream or route_of(request.route).end != "[DONE]":
+        return events  # no other form shares one call between both kinds of client
+    if all(getattr(event, "raw", b"x") for event in events):
         return events
     out: list[UpstreamEvent] = []
     for event in events:

@@ -268,3 +268,33 @@ async def test_what_is_missing_is_named(path: str, body: Any, param: str, autoju
         call = await lane.post(body, path)
         assert call.status == 400 and param in call.body.decode()
         assert not lane.runtime.journal.calls
+
+
+# --- together with what others built ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("path", [MESSAGES, RESPONSES, NATIVE, "/infill"])
+@pytest.mark.parametrize("first", [True, False])
+async def test_a_streamed_and_a_whole_answer_may_share_one_call(path: str, first: bool, autojump_clock: object) -> None:
+    async with open_lane(knobs={"answer_tokens": None}) as lane:
+        alone = [await lane.post(ask(path, stream=stream, seed=1), path) for stream in (True, False)]
+        before = len(lane.runtime.journal.calls)
+        one = lane.start(ask(path, stream=first, temperature=0), path)
+        two = lane.start(ask(path, stream=not first, temperature=0), path)
+        await one.ended.wait()
+        await two.ended.wait()
+        assert one.status == two.status == 200
+        streamed, whole = (one, two) if first else (two, one)
+        assert [name for name, _ in events_of(streamed.body)] == [name for name, _ in events_of(alone[0].body)]
+        assert set(json.loads(whole.body)) == set(json.loads(alone[1].body))
+        assert len(lane.runtime.journal.calls) - before <= 2
+
+
+async def test_embeddings_of_one_text_are_asked_for_once(autojump_clock: object) -> None:
+    async with open_lane(knobs={"embeddings": True, "prefill_rate": 1.0}) as lane:
+        calls = [lane.start({"input": "one two three"}, "/v1/embeddings") for _ in range(4)]
+        for call in calls:
+            await call.ended.wait()
+            assert call.status == 200 and json.loads(call.body)["data"]
+        assert len({call.body for call in calls}) == 1
+        assert len([e for e in lane.runtime.journal.calls if e.request.path == "/v1/embeddings"]) <= 4
