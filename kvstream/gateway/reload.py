@@ -142,7 +142,7 @@ class Reloader:
         *Errors*: none; a ``ConfigError`` is noted.
         """
         while True:
-            polls = self._again is not None and self.config.server.reload == "auto" and self._path is not None
+            polls = self._again is not None and self.config.server.reload == "auto" and bool(self._stamp())
             with trio.move_on_after(LOOK_S if polls else float("inf")):
                 await self._asked.wait()
             asked = self._asked.is_set()

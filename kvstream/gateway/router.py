@@ -22,6 +22,7 @@ import trio
 from attrs import define, evolve, field, frozen
 
 from ..adapters.base import Adapter, Health, ProxyRequest, UpstreamEvent, UsageNumbers
+from ..adapters.routes import route_of
 from ..core.types import CountSource
 from ..errors import (
     BackendRefusedError,
@@ -147,7 +148,9 @@ class Router:
         model, route = incoming.proxy.model, incoming.proxy.route
         if not model:
             lanes = [lane for lane in self.lanes if route in lane.engine.adapter.capabilities.routes]
-            return _serving_first([Choice(lane, incoming) for lane in lanes])[:1]
+            choices = [Choice(lane, incoming) for lane in lanes]
+            # Text of another model is better than none; vectors of another model are wrong, and nobody would notice.
+            return (_serving_first(choices) if route_of(route).generates else choices)[:1]
         choices = self._of_model(incoming)
         if not choices:
             await refresh(self.lanes, UNKNOWN_S_MAX, older_s=FRESH_S)

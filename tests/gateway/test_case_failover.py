@@ -182,6 +182,21 @@ async def test_a_known_prefix_decides_until_the_load_outweighs_it(autojump_clock
         several.nursery.cancel_scope.cancel()
 
 
+async def test_without_a_model_vectors_are_not_taken_from_another_one(autojump_clock: Any) -> None:
+    knobs = {"embeddings": True}
+    async with open_several({**A, "knobs": {"model": "m", **knobs}}, {**B, "knobs": {"model": "n", **knobs}},
+                            upstream={"down_grace_s": 0.0}) as several:
+        assert (await several.post({"input": "x"}, "/v1/embeddings")).status == 200
+        assert served(several) == [1, 0]
+        several.runtimes[0].config.refuse = True
+        await trio.sleep(20)
+        assert not several.engines[0].ready
+        assert (await several.post({"input": "x"}, "/v1/embeddings")).status == 503
+        assert (await several.post({"input": "x", "model": "n"}, "/v1/embeddings")).status == 200
+        assert (await several.post(chat())).status == 200
+        assert served(several) == [1, 2]
+
+
 async def test_a_closing_lane_gets_nothing_new(autojump_clock: Any) -> None:
     async with open_several(A, B) as several:
         several.engines[0].close(refuse_waiting=False)

@@ -266,6 +266,25 @@ async def test_case_82_settings_that_new_requests_read_and_those_that_need_a_res
             await each.close()
 
 
+async def test_a_key_file_that_changes_is_read_again_too(tmp_path: Path) -> None:
+    keys = tmp_path / "keys.toml"
+    keys.write_text('[[key]]\nname = "one"\nkey = "sk-0123456789abcdef"\n')
+    keys.chmod(0o600)
+    async with reloading(tmp_path, renamed, 0, more=f'[auth]\nkeys_file = "{keys}"\n') as gw:
+
+        async def status_with(key: str) -> int:
+            response = await open_request(gw.port, "POST", CHAT, chat(), [("Authorization", f"Bearer {key}")])
+            await response.close()
+            return response.status
+
+        assert await status_with("sk-0123456789abcdef") == 200
+        keys.write_text('[[key]]\nname = "two"\nkey = "sk-fedcba9876543210"\n')
+        with trio.fail_after(4):
+            while await status_with("sk-fedcba9876543210") != 200:
+                await trio.sleep(0.1)
+        assert await status_with("sk-0123456789abcdef") == 401
+
+
 @pytest.mark.parametrize(("word", "by_change", "by_signal"), [
     ("auto", True, True), ("sighup", False, True), ("off", False, False)])
 async def test_when_the_file_is_read_again(tmp_path: Path, word: str, by_change: bool, by_signal: bool) -> None:
