@@ -15,6 +15,7 @@ prompts = st.text("abc", min_size=1, max_size=5)
 
 modes = st.sampled_from(PoolMode)
 reasons = st.sampled_from(EndReason)
+groups = st.sampled_from(["", "x", "y"])
 rids = st.integers(0, 30).map(RequestId)
 
 
@@ -52,4 +53,7 @@ def submissions(draw: st.DrawFn, rid: int, now: float) -> m.Submitted:
         client=draw(st.sampled_from(["", "a", "b"])),
         deadline=now + draw(st.floats(-1, 60)),
         size=draw(st.integers(0, 60)),
+        weight=draw(st.sampled_from([1.0, 0.5, 3.0])),
+        group=draw(groups),
+        seats=draw(st.sampled_from([1, 1, 1, 2, 6])),
     )

@@ -101,6 +101,38 @@ def test_the_next_one_leads_when_the_leader_fails(reason: EndReason) -> None:
     play.step(produced(1), expect=["admit 2 cached=96"])
 
 
+def test_a_leader_that_is_given_up_leads_no_more_while_it_drains() -> None:
+    play = Play(backend=VLLM, **GATES)
+    play.step(*(submit(i, 100, prompt="a") for i in range(3)), expect=["admit 0"])
+    play.step(ended(0, CANCELLED, draining=True), expect=["admit 1"])
+    assert play.why == {2: "leader"}
+
+
+def test_a_prefix_that_two_computed_at_once_is_kept_once() -> None:
+    """Too short to wait for: both have a copy of their own, and the later one cannot be shared while it runs."""
+    play = Play(backend=VLLM, **GATES)
+    play.step(submit(1, 40, prompt="aab"), submit(2, 40, prompt="aac"), expect=["admit 1", "admit 2"])
+    play.step(produced(1), produced(2))
+    assert play.see().prefix_nodes == 2
+    play.step(submit(3, 40, prompt="aad"), expect=["admit 3 cached=32"])
+    play.step(ended(1), ended(2), ended(3))
+    assert play.see().pages[0].held == play.cached == 2
+
+
+def test_a_first_token_of_before_a_restart_fills_no_cache() -> None:
+    play = Play(backend=VLLM, **GATES)
+    play.step(submit(1, 100, prompt="a"), expect=["admit 1"])
+    play.step(m.BackendUp(VLLM, fresh=True), produced(1))
+    assert play.see().prefix_nodes == 0
+
+
+def test_backfill_respects_the_gates() -> None:
+    play = Play(seats=8, pages=60, long_prefill_tokens=100, leader_tokens=0)
+    play.step(submit(1, 200, 400), submit(2, 90, 800), submit(3, 150, 16), submit(4, 50, 16),
+              expect=["admit 1", "admit 4"])
+    assert play.why == {2: "pages", 3: "long_prefill"}
+
+
 def test_only_what_is_not_cached_is_worth_waiting_for() -> None:
     play = Play(backend=VLLM, **GATES)
     play.step(submit(0, 64, prompt="aaaa"), expect=["admit 0"])

@@ -2,10 +2,14 @@
 
 What must hold after *every* step, not only at the end: nobody waits past the deadline; who left holds nothing and gets
 no more actions; an idle lane with a waiting request does not exist (no livelock); seats are never exceeded; a unified
-pool is never promised twice; pages are never shared by two running requests where the runtime cannot.
+pool is never promised twice; pages are never shared by two running requests where the runtime cannot. And of the gates:
+never more long prompts being read than may be, one group at a time, one pioneer per cold group, no more of a client or
+of a narrowed lane than allowed, nobody shed who could wait; and whoever is held back has somebody running to wait for.
 """
 
 from __future__ import annotations
+
+from typing import Any
 
 from attrs import define
 from hypothesis import strategies as st
@@ -13,11 +17,12 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from kvstream.core import messages as m
 from kvstream.core.scheduler import Scheduler, SchedulerSettings
-from kvstream.core.types import EndReason, Limits, PoolMode, RefuseReason, RequestId
+from kvstream.core.types import HOLDS, EndReason, Limits, PoolMode, RefuseReason, RequestId
 from tests.play import keys_of
-from tests.strategies import PAGE, backends, prompts, reasons, rids, submissions
+from tests.strategies import PAGE, backends, groups, prompts, reasons, rids, submissions
 
 WAIT_S, QUEUE, QUEUE_BYTES = 50.0, 6, 200
+LONG = 100  # tokens of a long prompt
 
 
 @define
@@ -32,6 +37,12 @@ class Known:
     table: m.PageTable | None = None
     produced: int = 0
     truncated: bool = False
+    client: str = ""
+    group: str = ""
+    seats: int = 1
+    long: bool = False  # admitted with a long uncached prompt
+    filling: bool = False  # and no token yet
+    narrowed: bool = False  # admitted since the lane was narrowed
 
 
 class SchedulerMachine(RuleBasedStateMachine):
@@ -44,19 +55,26 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.limits: Limits | None = None
         self.up = self.refusing = self.closing = False
         self.disturbed = False  # limits changed under running requests: their sum need not fit any more
+        self.narrow: int | None = None
+        self.ramping = False
 
-    def started(self, order: str, watermark: float, backfill: bool, prefix: bool) -> Scheduler:
+    def started(self, order: str, watermark: float, backfill: bool, prefix: bool, **gates: Any) -> Scheduler:
         return Scheduler(SchedulerSettings(
             order="sjf" if order == "sjf" else "fcfs", seats_max=4, queue_max=QUEUE, queue_bytes_max=QUEUE_BYTES,
             wait_s_max=WAIT_S, ageing_s=10.0, answer_tokens_default=20, backfill=backfill, watermark=watermark,
             prefix_enabled=prefix, prefix_tokens_max=64, prefix_ttl_s=30.0, expiries_per_step_max=3,
+            long_prefill_tokens=LONG, cold_after_s=15.0, switch_wait_s=5.0, shed_probe_every=3, **gates,
         ))
 
     @precondition(lambda self: self.scheduler is None)
     @rule(order=st.sampled_from(["fcfs", "sjf"]), watermark=st.sampled_from([0.0, 0.1]), backfill=st.booleans(),
-          prefix=st.booleans())
-    def start(self, order: str, watermark: float, backfill: bool, prefix: bool) -> None:
-        self.scheduler = self.started(order, watermark, backfill, prefix)
+          prefix=st.booleans(), longs=st.integers(0, 2), leader=st.sampled_from([0, PAGE, 2 * PAGE]),
+          cold=st.booleans(), exclusive=st.booleans(), each=st.integers(0, 2))
+    def start(self, order: str, watermark: float, backfill: bool, prefix: bool, longs: int, leader: int, cold: bool,
+              exclusive: bool, each: int) -> None:
+        self.scheduler = self.started(
+            order, watermark, backfill, prefix, long_prefills_max=longs, leader_tokens=leader, cold_groups=cold,
+            exclusive_groups=exclusive, client_seats_max=each)
 
     # --- events -----------------------------------------------------------------------------------------------------
 
@@ -70,6 +88,8 @@ class SchedulerMachine(RuleBasedStateMachine):
                     assert known.where == "waiting" and self.up and known.deadline > self.now
                     self.check_admission(known, table, cached, reserved)
                     known.where, known.table = "running", table
+                    known.filling, known.long = True, known.tokens - cached > LONG
+                    known.narrowed = self.narrow is not None
                 case m.Refuse(_, why):
                     assert known.where == "waiting"
                     self.check_refusal(known, why)
@@ -101,6 +121,8 @@ class SchedulerMachine(RuleBasedStateMachine):
                 assert known.tokens + 1 > min(self.limits.request_tokens_max or 10**9, self.pages * PAGE)
             case RefuseReason.QUEUE_FULL:
                 assert sum(k.where == "waiting" for k in self.known.values()) > QUEUE
+            case RefuseReason.SHED:
+                assert self.up and known.deadline > self.now and self.narrow is None
             case RefuseReason.QUEUE_BYTES:
                 assert sum(k.size for k in self.known.values() if k.where == "waiting") > QUEUE_BYTES
 
@@ -116,7 +138,8 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.next_rid += 1
         event = data.draw(submissions(self.next_rid, self.now))
         self.known[event.rid] = Known(
-            event.tokens, event.tokens_max, min(event.deadline, self.now + WAIT_S), event.bytes, "waiting"
+            event.tokens, event.tokens_max, min(event.deadline, self.now + WAIT_S), event.bytes, "waiting",
+            client=event.client, group=event.group, seats=event.seats,
         )
         return event
 
@@ -124,12 +147,23 @@ class SchedulerMachine(RuleBasedStateMachine):
     def submit(self, data: st.DataObject, n: int) -> None:
         self.step(*(self.submission(data) for _ in range(n)))
 
-    @rule(limits=backends(), fresh=st.booleans())
-    def backend_up(self, limits: Limits, fresh: bool) -> None:
+    @rule(limits=backends(), fresh=st.booleans(), ramp=st.booleans())
+    def backend_up(self, limits: Limits, fresh: bool, ramp: bool) -> None:
         if self.limits not in (None, limits):
             self.disturbed = any(k.where in ("running", "draining") for k in self.known.values())
         self.limits, self.up, self.refusing = limits, True, False
-        self.step(m.BackendUp(limits, fresh))
+        self.step(m.BackendUp(limits, fresh, ramp))
+
+    @rule(seats=st.none() | st.integers(0, 3))
+    def narrowed(self, seats: int | None) -> None:
+        self.narrow = seats
+        for known in self.known.values():
+            known.narrowed = False
+        self.step(m.Narrowed(seats))
+
+    @rule(group=groups)
+    def warmed(self, group: str) -> None:
+        self.step(m.Warmed(group))
 
     @rule(refuse=st.booleans())
     def backend_down(self, refuse: bool) -> None:
@@ -151,6 +185,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         if known and known.where == "running" and not known.truncated and tokens > 0:
             tokens = min(tokens, PAGE // 2)  # and reports at least every half page
             known.produced += tokens
+            known.filling = False
             self.step(m.Produced(rid, tokens))
 
     @rule(rid=rids)
@@ -215,8 +250,54 @@ class SchedulerMachine(RuleBasedStateMachine):
     @invariant()
     def an_idle_lane_serves(self) -> None:
         places = [k.where for k in self.known.values()]
-        if self.up and "running" not in places and "draining" not in places:
+        if self.up and "running" not in places and "draining" not in places and self.narrow != 0:
             assert "waiting" not in places, "somebody waits for an idle lane"
+
+    @invariant()
+    def gates_keep_their_bounds(self) -> None:
+        if self.scheduler is None:
+            return
+        settings = self.scheduler.settings
+        inside = [k for k in self.known.values() if k.where in ("running", "draining")]
+        if settings.long_prefills_max:
+            assert sum(k.long and k.filling for k in inside) <= settings.long_prefills_max
+        if settings.exclusive_groups:
+            assert len({k.group for k in inside}) <= 1
+        if self.narrow is not None:
+            assert sum(k.narrowed for k in inside) <= self.narrow
+        cap = settings.client_seats_max
+        for client in {k.client for k in inside} if cap else ():
+            theirs = [min(k.seats, 4) for k in inside if k.client == client]
+            assert sum(theirs) <= cap or len(theirs) == 1, "a client with more seats than it may have"
+
+    @invariant()
+    def whoever_waits_is_told_why(self) -> None:
+        if self.scheduler is None:
+            return
+        view = self.scheduler.snapshot(self.now)
+        inside = [k for k in self.known.values() if k.where in ("running", "draining")]
+        held = 0
+        for waiting in view.waiting:
+            mine = self.known[waiting.rid]
+            held += waiting.why in HOLDS
+            match waiting.why:
+                case "backend":
+                    assert not self.up
+                case "narrowed":
+                    assert view.limit is not None
+                case "cold":
+                    assert any(k.group == mine.group and k.filling for k in inside)
+                case "model" if self.up and self.narrow != 0:
+                    assert inside
+                case "client":
+                    assert any(k.client == mine.client for k in inside)
+                case "long_prefill":
+                    assert any(k.long and k.filling for k in inside)
+                case "leader":
+                    assert any(k.filling and k.where == "running" for k in inside)
+                case "retry":
+                    assert any(k.where == "draining" for k in inside)
+        assert held == sum(view.held.values())
 
     @invariant()
     def capacity_is_respected(self) -> None:
