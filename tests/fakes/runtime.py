@@ -47,6 +47,8 @@ class FakeRuntime:
         self.rules: list[Rule] = []
         self.files: dict[str, list[int]] = {}
         self.loads = 0
+        self.swaps = self.evicted = 0
+        self.present: str | None = None  # the model in memory, where only one fits
         self.loaded = self.config.cold_load_s == 0
         self.ready_at = 0.0
         self.starts = 1
@@ -184,15 +186,23 @@ class FakeRuntime:
         elif inference and c.dialect == "ollama":
             await ollama_answer(self, r, wire, entry, script)
         elif inference:
-            await self._ensure_loaded()
+            await self._ensure_loaded(r.json)
             await answer(self, r, wire, entry, script)
         elif (r.path == "/health" and c.health_hang) or (r.path == "/slots" and c.slots_hang):
             await trio.sleep_forever()
         else:
             await self._status(r, wire, entry)
 
-    async def _ensure_loaded(self) -> None:
+    async def _ensure_loaded(self, body: Any) -> None:
         """The cold start that counts how many requests started it: each does that comes before the first is done."""
+        model = body.get("model") if isinstance(body, dict) else None
+        if self.config.one_model and model is not None:
+            if self.present not in (None, model):
+                self.evicted += len(self.engine.running)
+                self.engine.clear()
+                self.loaded = False
+                self.swaps += 1
+            self.present = model
         if not self.loaded:
             self.loads += 1
             await trio.sleep(self.config.cold_load_s)

@@ -85,6 +85,7 @@ class RuntimeConfig:
     ``usage_style``: where a stream reports usage when asked: ``chunk`` (its own), ``finish`` (on the last), ``none``.
     ``load_s``: seconds after the start during which everything but nothing else answers 503 "Loading model".
     ``cold_load_s``: the model is loaded by the first request, as Ollama does; ``FakeRuntime.loads`` counts.
+    ``one_model``: memory for one only; a request for another kills what runs (``evicted``) and loads (``swaps``).
     """
 
     dialect: Literal["llamacpp", "openai", "ollama"] = "llamacpp"
@@ -102,6 +103,7 @@ class RuntimeConfig:
     build: str = "b0-fake"
     load_s: float = 0.0
     cold_load_s: float = 0.0
+    one_model: bool = False
     busy_after_close: float = 0.0
     deaf: Literal["nonstream", "none", "all"] = "nonstream"
     usage_style: Literal["chunk", "finish", "none"] = "chunk"

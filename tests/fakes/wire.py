@@ -195,7 +195,9 @@ def models(config: RuntimeConfig, n_ctx: int) -> dict[str, Any]:
     if config.dialect == "openai":
         card = {"id": config.model, "object": "model", "created": CREATED, "owned_by": "vllm", "root": config.model}
         limit = config.max_model_len if config.max_model_len is not None else config.n_ctx
-        return {"object": "list", "data": [{**card, "parent": None, "max_model_len": limit}]}
+        names = (config.model, *config.models)
+        cards = [{**card, "id": name, "root": name, "parent": None, "max_model_len": limit} for name in names]
+        return {"object": "list", "data": cards}
     meta = {"vocab_type": 2, "n_vocab": 49152, "n_ctx": n_ctx, "n_ctx_train": 8192, "n_embd": 576,
             "n_params": 134515008, "size": 96576768, "ftype": "Q4_1"}  # fmt: skip
     card = {"id": config.model, "aliases": [config.model], "tags": [], "object": "model",
