@@ -4,13 +4,15 @@
 
 The real llama.cpp server with 4 slots. The flood is so many requests at any moment; the other client asks one thing
 after the other. Three ways: directly, where the runtime's queue knows nobody; through KVStream with one key for both;
-through KVStream with a key each. A service time is what a request takes when all slots are busy and nobody waits; the
-wait is the time to the first token, less that of such a request.
+through KVStream with a key each. A service time is what a request takes when all slots are busy and nobody waits. The
+wait in the queue is what KVStream says; the runtime says nothing, so the time to the first token (the wait and the
+reading of the prompt) stands beside it for all three.
 """
 
 from __future__ import annotations
 
 import argparse
+import math
 import sys
 from collections.abc import Sequence
 from itertools import count
@@ -48,10 +50,13 @@ class Run:
     def service_s(self) -> float:
         return summary([heard.took_s for heard in self.busy if heard.took_s is not None]).median
 
+    def firsts(self) -> list[float]:
+        """Seconds to the first token, of those that were served."""
+        return [heard.ttft_s for heard in self.asked if heard.served and heard.ttft_s is not None]
+
     def waits(self) -> list[float]:
-        """In seconds, of those that were served."""
-        first = summary([heard.ttft_s for heard in self.busy if heard.ttft_s is not None]).median
-        return [heard.ttft_s - first for heard in self.asked if heard.served and heard.ttft_s is not None]
+        """Seconds in the queue, where they were told."""
+        return [heard.queue_s for heard in self.asked if heard.queue_s is not None]
 
 
 async def one_way(run: Run, child: Child, flood: int, asks: int, show: Progress) -> None:
@@ -91,23 +96,26 @@ async def endless(target: Target, heard: list[Heard], numbers: count[int]) -> No
 
 
 def row(run: Run) -> dict[str, Any]:
-    waits = summary(run.waits() or [float("nan")])
-    told = [heard.queue_s for heard in run.asked if heard.queue_s is not None]
+    first, wait = summary(run.firsts() or [float("nan")]), summary(run.waits() or [float("nan")])
     return {
-        "way": run.way, "service_s": run.service_s, "wait_s": [*run.waits()], "wait_median_s": waits.median,
-        "services_median": waits.median / run.service_s, "services_max": waits.high / run.service_s,
-        "queue_told_s": told, "served": sum(heard.served for heard in run.asked), "asked": len(run.asked),
+        "way": run.way, "service_s": run.service_s, "ttft_s": run.firsts(), "queue_s": run.waits(),
+        "ttft_services": first.median / run.service_s, "ttft_services_max": first.high / run.service_s,
+        "queue_services": wait.median / run.service_s, "queue_services_max": wait.high / run.service_s,
+        "served": sum(heard.served for heard in run.asked), "asked": len(run.asked),
         "flood_served": sum(heard.served for heard in run.flood),
     }
 
 
 def print_rows(page: Page, rows: Sequence[dict[str, Any]]) -> None:
-    page.table("One client asks while the other floods", (
-        "way", "service s", "wait s, median", "in service times", "longest", "queue told s, median", "served",
-        "flood served"),
-        [(r["way"], f"{r['service_s']:.2f}", f"{r['wait_median_s']:.2f}", f"{r['services_median']:.2f}",
-          f"{r['services_max']:.2f}", f"{summary(r['queue_told_s']).median:.2f}" if r["queue_told_s"] else "-",
+    page.table("One client asks while the other floods; all but the first column of numbers in service times", (
+        "way", "service s", "queue, median", "longest", "first token, median", "longest", "served", "flood served"),
+        [(r["way"], f"{r['service_s']:.2f}", *(_number(r[name]) for name in (
+            "queue_services", "queue_services_max", "ttft_services", "ttft_services_max")),
           f"{r['served']} of {r['asked']}", r["flood_served"]) for r in rows])
+
+
+def _number(value: float) -> str:
+    return "-" if math.isnan(value) else f"{value:.2f}"
 
 
 def arguments() -> argparse.Namespace:
@@ -131,8 +139,10 @@ def main() -> int:
     page.data |= {"rows": rows, "flood": args.flood, "slots": SLOTS}
     print_rows(page, rows)
     direct, _, fair = rows
-    page.bar("with a key each the wait is below one service time", f"{fair['services_median']:.2f} (longest "
-             f"{fair['services_max']:.2f}); direct {direct['services_median']:.2f}", fair["services_median"] < 1)
+    page.bar("with a key each the wait in the queue is below one service time", f"{fair['queue_services']:.2f} "
+             f"(longest {fair['queue_services_max']:.2f})", fair["queue_services_max"] < 1)
+    page.bar("the first token comes sooner than directly", f"{fair['ttft_services']:.2f} against "
+             f"{direct['ttft_services']:.2f} service times", fair["ttft_services"] < direct["ttft_services"])
     page.bar("every question is answered", f"{fair['served']} of {fair['asked']}", fair["served"] == fair["asked"])
     page.bar("the flood goes on being served", f"{fair['flood_served']} requests", fair["flood_served"] > 0)
     return page.close(args.json)
