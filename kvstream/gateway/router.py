@@ -102,7 +102,12 @@ class Choice:
     incoming: Incoming
     renamed: str | None = None
     count: PromptCount | None = None
-    cost: float = 0.0
+    cached: float = 0.0  # the part of the prompt that its scheduler knows
+
+    @property
+    def cost(self) -> float:
+        """At this moment."""
+        return self.lane.load - self.cached
 
 
 class Router:
@@ -194,15 +199,15 @@ class Router:
             async with trio.open_nursery() as nursery:
                 for index, choice in enumerate(able):
                     nursery.start_soon(weigh, index, choice)
-        ranked = [weighed.get(i) or evolve(c, cost=c.lane.load) for i, c in enumerate(able)]
-        return sorted(ranked, key=lambda c: c.cost)
+        # Nothing is awaited from here until the request has its place: of a burst, each sees those before it.
+        return sorted((weighed.get(i) or c for i, c in enumerate(able)), key=lambda c: c.cost)
 
 
 async def _weighed(choice: Choice) -> Choice:
     engine = choice.lane.engine
     count = await engine.count_prompt(choice.incoming.proxy, choice.incoming.client)
     cached = engine.scheduler.prefix_tokens(count.keys, trio.current_time())
-    return evolve(choice, count=count, cost=choice.lane.load - min(1.0, cached / max(1, count.tokens)))
+    return evolve(choice, count=count, cached=min(1.0, cached / max(1, count.tokens)))
 
 
 def _serving_first(choices: list[Choice]) -> list[Choice]:

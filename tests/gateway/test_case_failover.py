@@ -148,6 +148,19 @@ async def test_load_decides_between_equals(autojump_clock: Any) -> None:
         several.nursery.cancel_scope.cancel()
 
 
+async def test_a_burst_is_spread(autojump_clock: Any) -> None:
+    """All are counted at the same time; each must see those that were placed just before it."""
+    async with open_several(A, B) as several:
+        for runtime in several.runtimes:
+            runtime.script(Script(itl=1.0, tokens=20), times=None)
+            runtime.script(Script(slot=False, headers_after=0.05), path="/apply-template", times=None)
+        for i in range(8):
+            several.start(chat(f"text {i}", model="m"))
+        await trio.sleep(1)
+        assert served(several) == [4, 4]
+        several.nursery.cancel_scope.cancel()
+
+
 async def test_a_lane_with_more_seats_takes_more(autojump_clock: Any) -> None:
     rows = ({**A, "knobs": {"model": "m", "slots": 2}}, {**B, "knobs": {"model": "m", "slots": 6}})
     async with open_several(*rows) as s:
