@@ -200,7 +200,8 @@ class Capabilities:
     from its cache. ``loads_on_demand``: a request may make it load a model, so the first of a cold model goes alone.
     ``cancel``: how closing the socket frees it, ``"fast"``, ``"batch"`` or ``"none"``. ``translated``: of ``routes``,
     those that travel to it in another dialect, so that its own answer is nothing for the client. ``passed``: small
-    calls of its own that are handed through without a seat.
+    calls of its own that are handed through without a seat. ``groups_exclude``: what two load keys name cannot be
+    loaded side by side.
     """
 
     routes: frozenset[str]
@@ -213,6 +214,7 @@ class Capabilities:
     cancel: str = "fast"
     translated: frozenset[str] = frozenset()
     passed: frozenset[str] = frozenset()
+    groups_exclude: bool = False
 
 
 class Health:

@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, ClassVar
 
-from attrs import frozen
+from attrs import evolve, frozen
 
 from ..core.types import PoolMode
 from .assemble import Assembler
@@ -72,6 +72,7 @@ CAPABILITIES = Capabilities(
     loads_on_demand=True,
     cancel="batch",
 )
+GROUPED = evolve(CAPABILITIES, groups_exclude=True)
 
 _ACCEPT: Mapping[bool, str] = MappingProxyType({True: "application/x-ndjson", False: "application/json"})
 
@@ -86,7 +87,7 @@ class OllamaBackend(OpenAIBackend):
 
     @property
     def capabilities(self) -> Capabilities:
-        return CAPABILITIES
+        return GROUPED if self.group_by_load_key else CAPABILITIES
 
     # --- requests ---
 

@@ -83,7 +83,8 @@ class Engine:
         self.settings = settings
         self.metrics = metrics
         self.scheduler = Scheduler(evolve(
-            settings.scheduler, cold_groups=adapter.capabilities.loads_on_demand))
+            settings.scheduler, cold_groups=adapter.capabilities.loads_on_demand,
+            exclusive_groups=settings.scheduler.exclusive_groups or adapter.capabilities.groups_exclude))
         self.hygiene = PrefixHygiene(settings.hygiene)
         self.load_options = LoadOptionsWatch()
         self.counter = PromptCounter(

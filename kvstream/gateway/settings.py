@@ -68,9 +68,7 @@ def engine_settings(config: Config) -> EngineSettings:
         shed=queue.shed,
         shed_probe_every=queue.shed_probe_every,
         cold_after_s=queue.cold_after_s,
-        # Two sets of load options cannot be loaded side by side either: keys that are told apart exclude each other.
-        exclusive_groups=queue.exclusive_models or (
-            config.backend.type == "ollama" and config.backend.group_by_load_key),
+        exclusive_groups=queue.exclusive_models,
         switch_wait_s=queue.switch_wait_s,
         watermark=memory.watermark,
         prefix_enabled=prefix.enabled,
