@@ -361,7 +361,7 @@ async def test_how_many_sounds_are_heard_at_once(autojump_clock: Any, places: in
 async def test_a_web_page_of_a_named_origin_may_read_answers(autojump_clock: Any) -> None:
     async with front({"server.cors_origins": ("https://chat.example",)}) as gw:
         for origin, shown in (("https://chat.example", "https://chat.example"), ("https://evil.example", None)):
-            answer = await gw.chat(headers={"origin": origin})
+            answer = await gw.chat(headers={"origin": origin, "content-type": "application/json"})
             assert (answer.status, answer.headers.get("access-control-allow-origin")) == (200, shown)
 
 
