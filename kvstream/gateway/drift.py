@@ -5,7 +5,6 @@ Only what is known anyway is compared: the usage of answers that ended, and the 
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any
@@ -15,9 +14,8 @@ import trio
 from ..adapters.base import Adapter
 from ..core.drift import Cause, Drift, DriftWatch
 from ..core.types import CountSource
+from .logs import backend_logger
 from .stream import Stream
-
-log = logging.getLogger("kvstream.backend")
 
 PREFIX_TOKENS_MIN = 64
 WORDS: Mapping[Cause, str] = MappingProxyType({
@@ -37,7 +35,7 @@ class Drifts:
 
     def __init__(self, adapter: Adapter, name: str) -> None:
         self._adapter = adapter
-        self._name = name
+        self._log = backend_logger(name)
         self._watch = DriftWatch()
 
     def ended(self, stream: Stream) -> None:
@@ -60,7 +58,7 @@ class Drifts:
 
     def _tell(self, now: float) -> None:
         for drift in self._watch.untold(now):
-            log.warning("backend %s: the runtime and our books differ: %s", self._name, in_words(drift))
+            self._log.warning("the runtime and our books differ: %s", in_words(drift))
 
     def status(self, now: float) -> list[dict[str, Any]]:
         """For ``/status``: cause, both numbers summed over the pairs seen lately, and for how long (seconds)."""

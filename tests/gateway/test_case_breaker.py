@@ -174,4 +174,5 @@ async def test_case_41_an_answer_cut_by_the_operators_own_bound_is_no_fault(auto
         lane.runtime.script(Script(itl=0.5, tokens=100), times=6)
         for n in range(6):
             await lane.post(chat(f"long {n}", max_tokens=100))
-        assert (await lane.status())["breaker"]["faults"] == 0
+        breaker = (await lane.status())["breaker"]
+        assert breaker["state"] == "closed" and breaker["faults"] == 0 and breaker["opened"] == 0

@@ -80,6 +80,7 @@ async def test_case_53_it_stays_closed_while_the_health_route_is_silent_and_whil
         lane.runtime.config.health_status = 500
         await trio.sleep(60)
         assert (await ready(lane))[0] == 503
+        assert (await lane.status())["breaker"]["state"] == "open", "no trial before the health route answers"
         lane.runtime.config.health_status = 200
         first = lane.start(chat("first trial"))
         await first.ended.wait()
@@ -89,6 +90,20 @@ async def test_case_53_it_stays_closed_while_the_health_route_is_silent_and_whil
         second = lane.start(chat("second trial"))
         await second.ended.wait()
         assert second.status == 200 and b"[DONE]" in second.body
+
+
+async def test_case_53_what_came_before_the_silence_is_no_sign_of_life_in_it(autojump_clock: Any) -> None:
+    async with open_lane(knobs=LONG, upstream=QUICK) as lane:
+        call = lane.start(chat("running", max_tokens=400))
+        await trio.sleep(2)
+        lane.runtime.wedge()
+        await trio.sleep(10)  # the slots are looked at
+        lane.runtime.wedge(False)
+        await trio.sleep(2)
+        lane.runtime.wedge()
+        began = trio.current_time()
+        await call.ended.wait()
+        assert b"backend_wedged" in call.body and trio.current_time() - began == pytest.approx(30, abs=2)
 
 
 async def test_case_53_wedged_while_a_short_prompt_is_read(autojump_clock: Any) -> None:
