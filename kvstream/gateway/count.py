@@ -12,6 +12,7 @@ from ..core.tokens import TextSize, TokenEstimator, page_keys, salt, text_keys
 from ..core.types import CountSource, PageKey
 from ..errors import KVStreamError
 from .ports import Upstream
+from .prompts import turns_of
 from .request import prompt_text
 
 REPLIES_MAX = 4  # render, tokenize, and some room: a bound on a chain that an adapter decides
@@ -63,7 +64,7 @@ def keys_of_text(request: ProxyRequest, estimator: TokenEstimator, *, page_token
     """The count by estimate: the text is split from its start into pieces of equal size, one per page."""
     text = prompt_text(request.route, request.view)
     size = text_size(text)
-    tokens = estimator.estimate_size(size) + MESSAGE_TOKENS * len(request.view.get("messages") or ())
+    tokens = estimator.estimate_size(size) + MESSAGE_TOKENS * turns_of(request.route, request.view)
     keys: tuple[PageKey, ...] = ()
     if tokens_keyed_max and route_of(request.route).generates:
         head = text[: tokens_keyed_max * KEY_BYTES_PER_TOKEN].encode("utf-8", "surrogatepass")
@@ -107,8 +108,8 @@ class PromptCounter:
     def learn(self, request: ProxyRequest, count: PromptCount, tokens: int) -> None:
         """Let an estimated prompt teach what its text really cost: ``tokens``, as the runtime reported."""
         if count.size is not None:
-            messages = len(request.view.get("messages") or ())
-            self.estimator = self.estimator.learn(count.size, tokens - MESSAGE_TOKENS * messages)
+            turns = turns_of(request.route, request.view)
+            self.estimator = self.estimator.learn(count.size, tokens - MESSAGE_TOKENS * turns)
 
 
 def text_size(text: str) -> TextSize:

@@ -13,6 +13,7 @@ from typing import Any
 
 from attrs import frozen
 
+from ..adapters.routes import route_of
 from ..errors import InvalidRequestError
 
 BYTES_PER_TOKEN = 3  # of documents that stand beside the longest one: on the safe side of the usual four
@@ -169,6 +170,12 @@ def _ollama_generate(view: Mapping[str, Any]) -> str:
 def _ollama_input(view: Mapping[str, Any]) -> str:
     """The longest of the texts to embed; Ollama reads them one after the other."""
     return max(texts_in(view.get("input", view.get("prompt"))), key=len, default="")
+
+
+def turns_of(path: str, view: Mapping[str, Any]) -> int:
+    """How many turns a chat template wraps."""
+    turns = view.get("input" if route_of(path).form == "responses" else "messages")
+    return len(turns) if isinstance(turns, list) else 0
 
 
 # --- several at once --------------------------------------------------------------------------------------------------

@@ -13,6 +13,7 @@ import anthropic
 import httpx
 import openai
 import pytest
+import trio
 
 from tests.e2e.conftest import Start
 from tests.e2e.process import GatewayProcess
@@ -213,3 +214,26 @@ def test_the_light_routes(llama: RealLlama, gateway: GatewayProcess) -> None:
                        ("/chat/completions/input_tokens", {"messages": ASK})):
         real, ours = (httpx.post(f"{url}{path}", json=body, trust_env=False) for url in (llama.base_url, gateway.url))
         assert (real.status_code, real.json()) == (ours.status_code, ours.json()), path
+
+
+# --- leaving ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("stream", [True, False])
+@pytest.mark.parametrize(("path", "body"), [
+    ("/v1/messages", {"messages": ASK, "max_tokens": 1500}), ("/v1/responses", {
+        "input": "Name three colours, please.", "max_output_tokens": 1500}),
+    ("/completion", {"prompt": "Once upon a time", "n_predict": 1500})])
+async def test_leaving_frees_the_real_slot(
+        path: str, body: dict[str, Any], stream: bool, llama: RealLlama, gateway: GatewayProcess) -> None:
+    await llama.idle(60)
+    # Far less than 1,500 tokens take. llama.cpp heeds no `ignore_eos` on /v1/messages: there it may be over soon.
+    with trio.move_on_after(0.4 if "messages" in path and not stream else 4):
+        async with httpx.AsyncClient(trust_env=False, timeout=60) as client, client.stream(
+                "POST", f"{gateway.url}{path}", json=body | {"stream": stream, "ignore_eos": True}) as answer:
+            assert stream, "it cannot be over yet"
+            async for _ in answer.aiter_bytes():
+                assert await llama.busy() == 1
+                break
+    await llama.idle(20)
+

@@ -102,7 +102,10 @@ def _prepare(rt: FakeRuntime, r: FakeRequest, s: Script) -> tuple[list[Job], W.S
             501, f"This server does not support {what}. Start it with `--{flag}`", "not_supported_error"))
     if c.refuse_stream_options and "stream_options" in body:
         raise _bad(rt, "Unknown parameter: 'stream_options'.")
-    prompts = _prompts(rt, r.path, body, chat)
+    try:
+        prompts = _prompts(rt, r.path, body, chat)
+    except (TypeError, AttributeError, KeyError) as nonsense:
+        raise _bad(rt, f"[json.exception.type_error] {nonsense}") from nonsense
     n = body.get("n", 1) if chat else 1
     if not isinstance(n, int) or not 1 <= n <= c.slots:
         raise _bad(rt, f"Field 'n': Value must be between 1 <= value <= {c.slots}, but got {n}")

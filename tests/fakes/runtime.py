@@ -228,7 +228,10 @@ class FakeRuntime:
         elif c.dialect == "openai":
             await self._vllm(r, wire, entry)
         else:
-            await self._llamacpp(r, wire, entry)
+            try:
+                await self._llamacpp(r, wire, entry)
+            except (TypeError, AttributeError, KeyError) as nonsense:  # a body of another shape than it must have
+                await self.reply(wire, entry, 400, W.error(400, repr(nonsense), "invalid_request_error"))
 
     async def _vllm(self, r: FakeRequest, wire: Wire, entry: Entry) -> None:
         if r.path == "/version" and r.method == "GET":

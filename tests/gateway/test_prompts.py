@@ -6,8 +6,15 @@ import json
 from typing import Any
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
+from kvstream.adapters import LlamaCppBackend
 from kvstream.adapters.base import ProxyRequest
+from kvstream.adapters.routes import MEDIA, ROUTES
+from kvstream.core.tokens import TokenEstimator
+from kvstream.errors import InvalidRequestError
+from kvstream.gateway.count import keys_of_text
 from kvstream.gateway.request import answer_tokens, parse_request, prompt_text, seats_wanted
 
 
@@ -70,3 +77,31 @@ def test_a_route_that_cannot_stream_does_not_and_native_routes_do_on_request() -
     assert asked("/v1/embeddings", input="x", stream=True).stream is False
     assert asked("/completion", prompt="x", stream=True).stream is True
     assert asked("/completion", prompt="x").stream is False
+
+
+FIELDS = ["messages", "prompt", "input", "content", "system", "instructions", "tools", "documents", "texts", "query",
+          "n", "input_prefix", "input_suffix", "input_extra", "max_tokens", "n_predict", "max_output_tokens", "stream",
+          "options", "role", "text", "type", "tool_calls", "prompt_string", "stream_options"]
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers(-3, 3) | st.floats(allow_nan=False, allow_infinity=False)
+    | st.text(max_size=4),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.sampled_from(FIELDS), inner, max_size=5),
+    max_leaves=16)
+
+
+@given(st.sampled_from(sorted(path for path, row in ROUTES.items() if row.access != MEDIA)),
+       st.dictionaries(st.sampled_from(FIELDS), JSON, max_size=6))
+@settings(max_examples=600, deadline=None)
+def test_no_body_is_worse_than_a_400(route: str, view: dict[str, Any]) -> None:
+    try:
+        request = asked(route, **view)
+    except InvalidRequestError:
+        return
+    assert isinstance(prompt_text(route, request.view), str)
+    assert seats_wanted(request) >= 1
+    limit = answer_tokens(request)
+    assert limit is None or limit >= 0
+    keys_of_text(request, TokenEstimator(), page_tokens=16, tokens_keyed_max=64, client="c")
+    LlamaCppBackend("http://h").count_calls(request)
+    LlamaCppBackend("http://h").assembler(request)
+    LlamaCppBackend("http://h").encode(request)
