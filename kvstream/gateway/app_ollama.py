@@ -68,7 +68,9 @@ def _served_by(router: Router, path: str) -> list[Engine]:
     """The backends that have this route. *Errors*: ``RouteNotFoundError`` without any."""
     engines = [lane.engine for lane in router.lanes if path in lane.engine.adapter.capabilities.passed]
     if not engines:
-        raise RouteNotFoundError("no backend here is an Ollama; KVStream serves /v1/chat/completions, /v1/models, ...")
+        raise RouteNotFoundError(
+            "no such route here, since no backend is an Ollama; KVStream serves /v1/chat/completions, /v1/completions, "
+            "/v1/models, /health, /ready, /status and /metrics")
     return engines
 
 
