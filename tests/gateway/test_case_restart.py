@@ -13,7 +13,7 @@ import trio
 from kvstream.adapters.base import HttpCall
 from kvstream.errors import BackendRefusedError
 from tests.fakes import Script
-from tests.gateway.conftest import CHAT, Call, Lane, chat, error_of, open_lane
+from tests.gateway.conftest import CHAT, Call, Lane, chat, error_of, open_lane, open_rig
 
 UPSTREAM = {"health_interval_s": 0.5}
 
@@ -162,3 +162,32 @@ async def test_case_83_health_says_yes_and_nobody_listens(autojump_clock: Any) -
         call = await lane.post(chat())
         assert b'"backend_unavailable"' in call.body and lane.runtime.journal.calls == []
         assert lane.idle()
+
+
+async def test_case_83_over_sockets() -> None:
+    """The same with a real listener that goes away and comes back, in a second."""
+    gone = {"keepalive_expiry_s": 0.0}  # the fake goes on serving connections that are open
+    async with open_rig(knobs={"slots": 1, "decode_rate": 200.0}, upstream=gone) as rig, trio.open_nursery() as nursery:
+        bodies: list[bytes] = []
+
+        async def ask(text: str) -> None:
+            response = await rig.post(chat(text))
+            bodies.append(await response.read_all())
+            await response.close()
+
+        rig.runtime.script(Script(first_byte_after=30.0))
+        nursery.start_soon(ask, "running")
+        await rig.until(lambda: rig.runtime.journal.calls)
+        for n in range(5):
+            nursery.start_soon(ask, f"waiting {n}")
+        await rig.until(lambda: len(rig.engine.streams) == 6)
+        await rig.fake.pause()
+        rig.runtime.restart()
+        await rig.until(lambda: rig.engine.watcher.backend.state == "down", within_s=10)
+        await trio.sleep(0.3)
+        assert len(rig.engine.streams) == 5
+        await rig.fake.resume()
+        await rig.until(lambda: len(bodies) == 6, within_s=20)
+        assert sum(b"[DONE]" in body for body in bodies) == 5
+        assert set(Counter(rig.runtime.journal.prompts).values()) == {1}
+        await rig.until(rig.idle)
