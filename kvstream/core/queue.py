@@ -87,8 +87,8 @@ class WaitingQueue:
             self._weigh(share, None)
             del self._shares[waiting.priority, waiting.client]
         elif granted is not None:
-            for flow in share.flows:
-                if flow.place != flow.place_of_head():
+            for flow in share.flows:  # in other sections it stands where its client stood before
+                if (flow.claim, flow.place) != (flow.claim_of_head(), flow.place_of_head()):
                     flow.section.replace(flow)
         if len(self._deadlines) > 2 * len(self._by_rid) + DEADLINE_SLACK:
             self._deadlines = [(w.deadline, w.seq, w) for w in self._by_rid.values()]

@@ -197,6 +197,17 @@ def test_a_heavy_client_of_a_low_class_does_not_starve_the_others() -> None:
     assert len(waits) >= 100 and sum(1 for rid in admitted if rid < 200) >= 5
 
 
+def test_a_grant_is_known_in_every_section_also_when_the_turn_is_not_over() -> None:
+    """Found by the simulation: the turn stayed, so the other section's ageing did too."""
+    play = Play(seats=2, pages=1000, long_prefill_tokens=100, leader_tokens=0)
+    play.step(submit(0, 500, client="z"), expect=["admit 0"])
+    play.step(submit(1, 500, client="a", weight=3), submit(2, 50, client="a", weight=3),
+              submit(3, 50, client="b"), expect=["admit 2"])
+    play.at(1).step(submit(4, 50, client="a", weight=3))
+    play.at(2).step(ended(2), expect=["admit 3"])
+    play.at(3).step(ended(3), expect=["admit 4"])
+
+
 def test_a_weight_is_kept_over_sections() -> None:
     """A client whose long prompt is put aside has one turn, not one for each place where it waits."""
     play = Play(seats=1, pages=1000, long_prefill_tokens=100, leader_tokens=0)

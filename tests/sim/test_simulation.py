@@ -7,6 +7,7 @@ the end: a test that looked only at the end missed most deliberate bugs.
 * A unified pool never overflows ("Context size has been exceeded" kills everybody).
 * After every step the books balance. Nobody waits past the deadline. A client that left holds nothing soon after.
 * Every request ends in exactly one of the ways there are; a complete answer is complete.
+* Every gate that is closed has somebody running to open it; one model runs at a time where they exclude each other.
 
 The number of runs is ``SIM_RUNS`` (``just sim`` sets it high).
 """
@@ -39,6 +40,7 @@ class World:
 
     rng: random.Random
     lane: Lane
+    models: tuple[str, ...] = ("m",)
     outcomes: Counter[str] = field(factory=Counter)
     waits: list[float] = field(factory=list)
 
@@ -49,7 +51,7 @@ class World:
         for _ in range(3):
             outcome = await self.visit(index)
             self.outcomes[outcome] += 1
-            if outcome not in ("queue_full", "queue_timeout"):
+            if outcome not in ("queue_full", "queue_timeout", "predicted_wait"):
                 return
             await trio.sleep(rng.uniform(1, 5))
 
@@ -58,7 +60,7 @@ class World:
         words = rng.choice((3, 20, 60, 150))
         shared = "all clients share this beginning of some length, as agents do. " * rng.choice((0, 0, 3))
         content = shared + " ".join(f"w{rng.randrange(1000)}" for _ in range(words))
-        fields: dict[str, Any] = {"stream": rng.random() < 0.7}
+        fields: dict[str, Any] = {"stream": rng.random() < 0.7, "model": rng.choice(self.models)}
         if rng.random() < 0.7:
             fields["max_tokens"] = rng.choice((1, 8, 40, 120))
         patience = rng.choice((float("inf"), float("inf"), rng.expovariate(1 / 5), 0.0))
@@ -66,7 +68,8 @@ class World:
         try:
             with trio.move_on_after(patience):
                 async with self.lane.engine.open_stream(
-                    request(content, **fields), priority=rng.choice(tuple(Priority)), client=str(index % 3)
+                    request(content, **fields), priority=rng.choice(tuple(Priority)), client=str(index % 3),
+                    weight=1.0 + index % 3
                 ) as stream:
                     done = False
                     while events := await stream.get():
@@ -99,7 +102,9 @@ def watch_steps(lane: Lane) -> None:
 async def simulate(seed: int, **knobs: Any) -> tuple[Lane, World]:
     rng = random.Random(seed)
     scheduler = {"order": rng.choice(("fcfs", "sjf")), "queue_max": rng.choice((5, 50)), "wait_s_max": WAIT_S_MAX,
-                 "ageing_s": 5.0, "answer_tokens_default": rng.choice((16, 64))}
+                 "ageing_s": 5.0, "answer_tokens_default": rng.choice((16, 64)), "long_prefill_tokens": 100,
+                 "leader_tokens": rng.choice((0, 32)), "shed_probe_every": 4, "client_seats_max": rng.choice((0, 0, 2)),
+                 "exclusive_groups": "models" in knobs, "switch_wait_s": 3.0}
     engine_settings = settings(
         scheduler=scheduler, wait_s_max=WAIT_S_MAX, buffer_bytes=4096, times={"stall_s": 3.0}, slot_idle_s_max=60.0,
         query=CapacityQuery(page_tokens=16, seats=knobs.get("slots")))
@@ -107,7 +112,7 @@ async def simulate(seed: int, **knobs: Any) -> tuple[Lane, World]:
              "answer_tokens": rng.choice((10, 80, None)), "busy_after_close": rng.choice((0.0, 0.0, 1.0)),
              "deaf": "none"} | knobs
     async with open_lane(engine_settings, **knobs) as lane:
-        world = World(rng, lane)
+        world = World(rng, lane, knobs.get("models", ("m",)))
         watch_steps(lane)
         async with trio.open_nursery() as nursery:
             for index in range(CLIENTS):
@@ -137,7 +142,19 @@ async def test_unknown_capacity(seed: int, autojump_clock: trio.abc.Clock) -> No
     lane.check()
 
 
-EXPECTED = {"served", "truncated", "left", "queue_full", "queue_timeout", "reader_stalled", "context_length_exceeded"}
+@pytest.mark.parametrize("seed", range(max(1, RUNS // 2)))
+async def test_two_models_in_turn(seed: int, autojump_clock: trio.abc.Clock) -> None:
+    lane, world = await simulate(
+        3000 + seed, dialect="openai", slots=4, gpu_blocks=400, n_ctx=16384, one_model=True,
+        models=("one", "two"))
+    assert world.outcomes["served"] > 0
+    assert not set(world.outcomes) - EXPECTED, world.outcomes
+    assert lane.runtime.evicted == 0, "a running model was pushed out"
+    lane.check()
+
+
+EXPECTED = {"served", "truncated", "left", "queue_full", "queue_timeout", "predicted_wait",
+            "reader_stalled", "context_length_exceeded"}
 
 
 def assert_well_kept(lane: Lane, world: World) -> None:
