@@ -54,11 +54,17 @@ class Route:
         return bool(self.limits)
 
     @property
+    def lists(self) -> bool:
+        """Whether an answer in one piece may be a list: where several prompts or texts were sent."""
+        return self.form in _LISTS
+
+    @property
     def usage_on_request(self) -> bool:
         """Whether a stream tells token counts only to those who ask (``stream_options``)."""
         return self.usage == "chunk"
 
 
+_LISTS = frozenset(("native", "infill", "native_embeddings", "rerank"))
 _MAX = ("max_tokens", "max_completion_tokens")
 _NATIVE = ("max_tokens", "n_predict")
 

@@ -226,7 +226,7 @@ class Pump:
         answer = reply.json()
         if isinstance(answer, dict) and answer.get("error"):  # LM Studio and others say it with a 200
             raise error_of(self._refusal(reply))
-        if not isinstance(answer, (dict, list)):
+        if not isinstance(answer, (dict, list) if route_of(self._stream.request.route).lists else dict):
             raise BackendProtocolError("the backend answered 200 with a body that is no JSON object")
         if route_of(self._stream.request.route).generates:
             self._count(1)
