@@ -188,6 +188,7 @@ def test_a_heavy_client_of_a_low_class_does_not_starve_the_others() -> None:
     """Ageing lifts its head, not its whole share."""
     play = Play(seats=1, ageing_s=10, wait_s_max=1e6)
     low = [submit(i, 16, client="heavy", weight=100, priority="low") for i in range(200)]
+    low += [submit(200 + i, 16, client="light", priority="low") for i in range(5)]
 
     def arrivals(now: int) -> list[m.Submitted]:
         return [*(low if now == 0 else []), submit(1000 + now, 16, client="h", priority="high")]

@@ -113,6 +113,17 @@ def test_a_lane_that_was_never_busy_says_nothing() -> None:
     assert not it.refused
 
 
+def test_ends_of_an_idle_lane_do_not_make_it_look_fast() -> None:
+    it = lane(service_window_s=10_000)
+    for i in range(60):
+        it.tick(submit(1000 + i, 16))
+        it.run(1.2)
+    it.tick(*(submit(i, 16) for i in range(36)))
+    it.run(12)
+    it.tick(*(submit(100 + i, 16) for i in range(60)))
+    assert len(it.shed()) >= 20
+
+
 def test_an_idle_hour_does_not_slow_the_estimate() -> None:
     it = warmed(service_window_s=10_000)
     it.run(3600)

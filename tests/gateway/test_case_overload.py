@@ -261,3 +261,41 @@ async def test_who_is_shed_gets_503_with_the_time_when_it_would_fit(autojump_clo
         again = await lane.post(chat("again", max_tokens=100))
         assert served(again)
         await all_ended([*calls, *late])
+
+
+# --- retry storms -----------------------------------------------------------------------------------------------------
+
+
+async def test_a_retry_goes_to_the_slot_that_still_holds_its_prompt(autojump_clock: Any) -> None:
+    """Four slots are idle, but only one has the prompt, in a moment."""
+    knobs = {"busy_after_close": 1.0, "prefill_rate": 500.0, "answer_tokens": None, "n_ctx": 65536}
+    async with open_lane(knobs=knobs) as lane:
+        prompt = "w " * 1500
+        first = lane.start(chat(prompt, max_tokens=2000))
+        await trio.sleep(4)
+        assert first.writes
+        first.leave()
+        await trio.sleep(0.01)
+        again = lane.start(chat(prompt, max_tokens=10))
+        other = lane.start(chat("other", max_tokens=10))
+        await trio.sleep(0.5)
+        assert await why(lane) == ["retry"] and served(other)
+        await again.ended.wait()
+        entries = [entry for entry in lane.runtime.journal.calls if "other" not in str(entry.request.json)]
+        assert served(again) and entries[0].slot == entries[1].slot
+        assert trio.current_time() < 4 + 1 + 0.5 + 0.5, "its prompt was read again"
+        assert lane.idle()
+
+
+async def test_sixteen_agents_with_one_cold_system_prompt(autojump_clock: Any) -> None:
+    """vLLM: one computes it, fifteen hit the cache."""
+    knobs = {"dialect": "openai", "slots": 16, "prefill_rate": 1000.0, "max_model_len": 8192, "gpu_blocks": 10_000}
+    async with open_lane(knobs=knobs, backend=OPENAI, scheduler={"long_prefills_max": 0}) as lane:
+        await lane.post(chat("warm"))
+        system = "you are one of sixteen agents. " * 150
+        calls = [lane.start(chat(system + str(i))) for i in range(16)]
+        await trio.sleep(0.1)
+        assert await why(lane) == ["leader"] * 15
+        await all_ended(calls)
+        assert all(served(call) for call in calls)
+        assert metric(lane.metrics, "kvstream_prefix_tokens_accounted_total") >= 15 * 1000
