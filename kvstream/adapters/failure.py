@@ -103,9 +103,11 @@ def failed_frame(data: Any, raw: bytes) -> Failed:
 def failed(error: Any, *, status: int, raw: bytes = b"") -> Failed:
     """Map an error value (object, string, anything) and an HTTP status (0: none, it came in a stream)."""
     message, words, code = _read(error)
+    shown = status
     if not 400 <= status <= 599:
         status = code if 400 <= code <= 599 else 0
-    text = sanitise(message) or (f"the backend answered with HTTP {status}" if status else "the backend gave no reason")
+    shown = status or shown
+    text = sanitise(message) or (f"the backend answered with HTTP {shown}" if shown else "the backend gave no reason")
     kind, out = _kind(text, words, status)
     if kind == "backend_auth":
         # Not the runtime's text: it may quote the key, and a client would take it for a problem with its own.

@@ -13,7 +13,7 @@ from contextlib import asynccontextmanager
 import trio
 
 from ..adapters.failure import unserved
-from ..errors import KVStreamError, QueueFullError, QueueTimeoutError
+from ..errors import BackendProtocolError, KVStreamError, QueueFullError, QueueTimeoutError
 from .asgi import Headers, Send, send_json
 from .failures import error_of
 from .logs import log_passed, log_turned_away
@@ -74,7 +74,11 @@ class Passage:
                 backend, request = await self._pick(incoming)
                 call = backend.adapter.encode(request, stream=False)
                 reply = await backend.upstream.request(call, timeout_s=LIGHT_TIMEOUT_S)
-            if reply.status >= 400:
+            if not 200 <= reply.status < 300:
+                raise error_of(unserved(backend.adapter.error(reply), backend.adapter.kind, request.route))
+            if not isinstance(answer := reply.json(), dict):  # a page of HTML, an empty or a broken off body
+                raise BackendProtocolError("the backend answered 200 with a body that is no JSON object")
+            if answer.get("error"):
                 raise error_of(unserved(backend.adapter.error(reply), backend.adapter.kind, request.route))
         except KVStreamError as error:
             log_turned_away(request_id, request.route, error)

@@ -131,6 +131,8 @@ class Pump:
                 stream.sent = False  # the runtime turned it away: no slot is at work on it
                 return self._refusal(await _read_error(response))
             stream.answered = True
+            if response.headers.get("content-type", "").lower().startswith("text/html"):
+                raise BackendProtocolError("the backend answered 200 with a page of HTML; is backend.base_url right?")
             if self._passthrough:
                 await self._pass(response, gap)
                 return None

@@ -126,6 +126,10 @@ class HttpUpstream:
                     retry_after_s=2,
                 ) from error
             except _NEVER_READ as error:
+                if seen.bytes and isinstance(error, httpx.RemoteProtocolError) and _below(error) is not None:
+                    raise BackendProtocolError(
+                        f"what answers at {self.base_url} does not speak HTTP as it should ({_cause(error)}); is that "
+                        "the runtime's address?") from error
                 if seen.connected or seen.bytes:
                     raise BackendUnavailableError(
                         f"the backend at {self.base_url} closed the connection without an answer ({_cause(error)})",
@@ -134,7 +138,6 @@ class HttpUpstream:
             except (httpx.UnsupportedProtocol, httpx.LocalProtocolError) as error:
                 raise BackendProtocolError(f"cannot call {self.base_url}{call.path}: {_cause(error)}") from error
         raise AssertionError("unreachable")
-
 
     def _headers(self, call: HttpCall) -> Iterator[tuple[bytes, bytes]]:
         hops = self._hop
@@ -151,6 +154,11 @@ class HttpUpstream:
             await response.aclose()
             raise LoopError(f"calls to {self.base_url} come back to this KVStream; set backend.base_url to the "
                             "runtime's own address")
+        coding = response.headers.get("content-encoding", "identity")
+        if coding.lower() not in ("identity", ""):
+            await response.aclose()
+            raise BackendProtocolError(
+                f"the backend at {self.base_url} compresses its answers ({coding[:40]}), though asked not to")
         return response
 
 
@@ -232,6 +240,11 @@ def _transport(limits: httpx.Limits, account: Account, secure: bool) -> httpx.As
     # httpx passes every option of its pool through but this one; a test holds that the name is still right.
     transport._pool._network_backend = _CountingBackend(account)
     return transport
+
+
+def _below(error: BaseException) -> BaseException | None:
+    """What httpcore translated (its pool drops the cause). None where it said so itself: a connection was closed."""
+    return error.__cause__.__context__ if error.__cause__ else None
 
 
 def _cause(error: BaseException) -> str:

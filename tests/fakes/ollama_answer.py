@@ -294,7 +294,7 @@ class _Answer:
             if kind == "end":
                 break
         given = self.body.get("input", self.body.get("prompt", ""))
-        texts = given if isinstance(given, list) else [given]
+        texts = given if isinstance(given, list) else [given or ""]  # null is taken for nothing
         vectors = [[((T.piece_id(text) >> shift) % 255) / 256 for shift in (0, 8, 16)] for text in texts]
         name = full_name(self.body["model"])
         if self.r.path == "/api/embeddings":
