@@ -221,7 +221,8 @@ def test_the_light_routes(llama: RealLlama, gateway: GatewayProcess) -> None:
 
 @pytest.mark.parametrize("stream", [True, False])
 @pytest.mark.parametrize(("path", "body"), [
-    ("/v1/messages", {"messages": ASK, "max_tokens": 1500}), ("/v1/responses", {
+    ("/v1/messages", {"messages": [{"role": "user", "content": "Tell me a long story about a dragon and a princess."}],
+                      "max_tokens": 1500, "temperature": 0}), ("/v1/responses", {
         "input": "Name three colours, please.", "max_output_tokens": 1500}),
     ("/completion", {"prompt": "Once upon a time", "n_predict": 1500})])
 async def test_leaving_frees_the_real_slot(
