@@ -21,9 +21,11 @@ import socket
 import sys
 from typing import Any
 
+import h11
 import trio
 from hypercorn.app_wrappers import ASGIWrapper
 from hypercorn.config import Config as HypercornConfig
+from hypercorn.protocol.h11 import H11Protocol
 from hypercorn.trio.tcp_server import TCPServer
 from hypercorn.trio.worker_context import WorkerContext
 from hypercorn.typing import AppWrapper, ASGIFramework, ConnectionState, LifespanState
@@ -37,8 +39,6 @@ PROBE = b"HTTP/1.1 102 Processing\r\n\r\n"
 GONE_POLL_S = 0.05
 UNREAD_POLL_S = 0.2
 BACKLOG = 512
-# HTTP/2 has no half-close of connections and no interim answer to probe with: there a FIN is a disconnect.
-_HTTP2, _SWITCHING = b"PRI * HTTP/2.0", b"HTTP/1.1 101"
 _TCP_CLOSE, _TCP_CLOSE_WAIT = 7, 8
 
 FULL = (b"HTTP/1.1 503 Service Unavailable\r\ncontent-type: application/json\r\nretry-after: 2\r\nconnection: close\r\n"
@@ -56,7 +56,7 @@ class ClientStream(trio.abc.HalfCloseableStream):
         self._stall_s = stall_s
         self._tolerate = tolerate_half_close and sys.platform == "linux"
         self._answering = False  # bytes of an answer went out since the last request bytes came in
-        self._owing = False  # request bytes came in, and no answer was finished since
+        self._owing = 0  # requests that the application has in hand
         self._sending = False
         self._reading = False
         self._probed = False
@@ -64,8 +64,6 @@ class ClientStream(trio.abc.HalfCloseableStream):
 
     async def send_all(self, data: bytes | bytearray | memoryview) -> None:
         self._answering = self._sending = True
-        if data[:12] == _SWITCHING:
-            self._tolerate = False
         try:
             with trio.move_on_after(self._stall_s) as waited:
                 await self._inner.send_all(data)
@@ -86,9 +84,6 @@ class ClientStream(trio.abc.HalfCloseableStream):
             data = await self._inner.receive_some(max_bytes)
             if data:
                 self._answering = False
-                self._owing = True
-                if data[:14] == _HTTP2:
-                    self._tolerate = False
                 self._handed.set()
             elif self._tolerate:
                 await self._wait_gone()
@@ -99,11 +94,11 @@ class ClientStream(trio.abc.HalfCloseableStream):
     def noting_ends(self, app: AppWrapper) -> AppWrapper:
         """``app``, for this connection: when it returns, the peer has its whole answer."""
         async def noting(*args: Any) -> None:
-            self._owing = True
+            self._owing += 1
             try:
                 await app(*args)
             finally:
-                self._owing = False
+                self._owing -= 1
 
         return noting  # type: ignore[return-value]
 
@@ -129,9 +124,9 @@ class ClientStream(trio.abc.HalfCloseableStream):
 
     async def _wait_gone(self) -> None:
         """The peer shut down its sending side. Returns when it is known not to read either, or has all it asked for."""
-        if self._owing and not await self._probe():
-            return
         while self.socket.fileno() >= 0:
+            if self._owing and not await self._probe():
+                return
             if self._state() == _TCP_CLOSE:
                 return
             await trio.sleep(GONE_POLL_S)
@@ -159,12 +154,29 @@ class ClientStream(trio.abc.HalfCloseableStream):
         await self._inner.aclose()
 
 
+class _Http1(H11Protocol):
+    """hypercorn's HTTP/1, without the ways out of it, which a server may ignore. An HTTP/2 client that left with its
+    window full, and a WebSocket handshake that is none, were never let go."""
+
+    async def _check_protocol(self, event: h11.Request) -> None:
+        pass
+
+    async def _create_stream(self, request: h11.Request) -> None:
+        headers = [(name, value) for name, value in request.headers if name != b"upgrade"]
+        await super()._create_stream(h11.Request(
+            method=request.method, target=request.target, headers=headers, http_version=request.http_version))
+
+
 class _Connection(TCPServer):
     """hypercorn's connection, whose idle timer (75 s) does not outlive a client that has gone."""
 
     _over = False
 
     async def _read_data(self) -> None:
+        given = self.protocol
+        self.protocol = _Http1(  # type: ignore[assignment]
+            given.app, given.config, given.context, given.task_group, given.state, given.ssl, given.client, given.server,
+            given.send)
         await super()._read_data()
         self._over = True
         await self.idle_task.stop()
