@@ -8,6 +8,7 @@ cuts that block in two, and what lies between the halves leaks when a client lea
 from __future__ import annotations
 
 import json
+from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
 from typing import Any
 
@@ -97,10 +98,23 @@ class BodyReceiver:
 
     def __init__(self, receive: Receive) -> None:
         self._receive = receive
+        self._ahead: deque[Message] = deque()
         self.ended = False
 
+    async def wait_gone(self, bytes_max: int) -> None:
+        """Returns when the client left while its body waits to be read. Keeps up to ``bytes_max`` of the body; behind
+        those nothing is taken, and then it is for the connection to notice. *Cancellation*: safe, nothing is lost."""
+        held = 0
+        while held <= bytes_max:
+            message = await self._receive()
+            self._ahead.append(message)
+            if message["type"] == "http.disconnect":
+                return
+            held += len(message.get("body", b""))
+        await trio.sleep_forever()
+
     async def __call__(self) -> Message:
-        message = await self._receive()
+        message = self._ahead.popleft() if self._ahead else await self._receive()
         self.ended = message["type"] == "http.disconnect" or not message.get("more_body", False)
         return message
 

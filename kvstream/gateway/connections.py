@@ -175,8 +175,8 @@ class _Connection(TCPServer):
     async def _read_data(self) -> None:
         given = self.protocol
         self.protocol = _Http1(  # type: ignore[assignment]
-            given.app, given.config, given.context, given.task_group, given.state, given.ssl, given.client, given.server,
-            given.send)
+            given.app, given.config, given.context, given.task_group, given.state, given.ssl, given.client,
+            given.server, given.send)
         await super()._read_data()
         self._over = True
         await self.idle_task.stop()

@@ -10,6 +10,7 @@ anybody waits for a seat) and are otherwise passed through::
 from __future__ import annotations
 
 from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack
 
 import trio
 from attrs import evolve, frozen
@@ -38,6 +39,7 @@ from .request import Incoming
 
 WAITING_MAX = 256
 ERROR_BYTES_MAX = 2**20
+AHEAD_BYTES_MAX = 64 * 2**10  # of a body are read while its call waits for a place, to see whether its client left
 
 
 @frozen
@@ -76,7 +78,8 @@ class Media:
         route, began = incoming.proxy.route, trio.current_time()
         answer = _Answer(send, headers)
         try:
-            async with self._turnstile.pass_through():
+            async with AsyncExitStack() as stack:
+                await self._enter(stack, receive)
                 await self._call(incoming, scope, receive, answer)
         except ClientGoneError:
             self._metrics.passed(route, "cancelled")
@@ -86,7 +89,7 @@ class Media:
             self._metrics.turned_away(route, error)
             dialect = dialect_of(route)
             if answer.started:
-                await answer.write(dialect.error_frame(error))
+                await answer.write(b"\n\n" + dialect.error_frame(error))  # it may have broken off in mid-frame
                 await answer.end()
             elif receive.ended:
                 await send_error(send, error, headers, dialect.envelope(error, request_id))
@@ -95,6 +98,26 @@ class Media:
         else:
             self._metrics.passed(route)
             log_passed(request_id, route, trio.current_time() - began)
+
+    async def _enter(self, stack: AsyncExitStack, receive: BodyReceiver) -> None:
+        """Take a place, which ``stack`` gives back. A client that leaves does not go on waiting for one."""
+        entered, failed = False, None
+        async with trio.open_nursery() as nursery:
+            async def watch() -> None:
+                await receive.wait_gone(AHEAD_BYTES_MAX)
+                nursery.cancel_scope.cancel()
+
+            nursery.start_soon(watch)
+            try:
+                await stack.enter_async_context(self._turnstile.pass_through())
+                entered = True
+            except KVStreamError as error:  # out of the nursery, which would wrap it
+                failed = error
+            nursery.cancel_scope.cancel()
+        if failed is not None:
+            raise failed
+        if not entered:
+            raise ClientGoneError
 
     async def _call(self, incoming: Incoming, scope: Scope, receive: BodyReceiver, answer: _Answer) -> None:
         backend, request = await self._pick(incoming)
@@ -135,6 +158,8 @@ class Media:
         if not 200 <= response.status < 300:
             reply = HttpReply(response.status, response.headers, await _read(response, ERROR_BYTES_MAX))
             raise error_of(unserved(backend.adapter.error(reply), backend.adapter.kind, route))
+        if kind.lower().startswith("text/html"):
+            raise BackendProtocolError("the backend answered 200 with a page of HTML; is backend.base_url right?")
         if not kind.startswith("text/event-stream"):
             whole = await _read(response, self._settings.answer_bytes_max)
             await answer.whole(kind, whole)
@@ -155,7 +180,7 @@ class _Answer:
 
     async def start(self, kind: str) -> None:
         self.started = True
-        await start_stream(self._send, kind.encode("latin-1"), self._headers)
+        await start_stream(self._send, kind.encode("latin-1", "replace"), self._headers)
 
     async def write(self, data: bytes) -> None:
         await self._send({"type": "http.response.body", "body": data, "more_body": True})
@@ -165,7 +190,7 @@ class _Answer:
 
     async def whole(self, kind: str, body: bytes) -> None:
         self.started = True
-        length = [(b"content-type", kind.encode("latin-1")), (b"content-length", str(len(body)).encode())]
+        length = [(b"content-type", kind.encode("latin-1", "replace")), (b"content-length", str(len(body)).encode())]
         await self._send({"type": "http.response.start", "status": 200, "headers": [*length, *self._headers]})
         await self._send({"type": "http.response.body", "body": body})
 

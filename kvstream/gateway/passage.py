@@ -84,6 +84,10 @@ class Passage:
             log_turned_away(request_id, request.route, error)
             self._metrics.turned_away(request.route, error)
             raise
+        except trio.Cancelled:  # the client left; it has its line and its count too
+            log_passed(request_id, request.route, trio.current_time() - began, "cancelled")
+            self._metrics.passed(request.route, "cancelled")
+            raise
         log_passed(request_id, request.route, trio.current_time() - began)
         self._metrics.passed(request.route)
         await send_json(send, reply.status, reply.body, headers)
