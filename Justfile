@@ -21,7 +21,11 @@ fuzz *args:
 
 # The simulated runtime and its clients, many seeds
 sim *args:
-    SIM_RUNS="${SIM_RUNS:-60}" {{python}} -m pytest tests/sim {{args}}
+    SIM_RUNS="${SIM_RUNS:-60}" {{python}} -m pytest tests/sim/test_simulation.py {{args}}
+
+# A whole gateway with every feature at once in bad weather, many seeds
+storm *args:
+    STORM_RUNS="${STORM_RUNS:-200}" {{python}} -m pytest tests/sim/test_storm.py {{args}}
 
 # A real model on a real llama.cpp server
 demo *args:

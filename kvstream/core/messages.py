@@ -28,6 +28,7 @@ class Submitted:
     counts against the queue's byte bound. ``seats`` is how many places of the batch it takes: several choices or
     several prompts run side by side in the runtime. ``client`` is who shares seats fairly with others, ``weight`` the
     size of its share. ``group`` names what the runtime must have loaded to serve it (a model, and its load options).
+    ``again`` says that it had its seat, and nobody saw it: it is no newcomer, so no bound of the queue turns it away.
     """
 
     rid: RequestId
@@ -43,6 +44,7 @@ class Submitted:
     seats: int = 1
     weight: float = 1.0
     group: str = ""
+    again: bool = False
 
 
 @frozen

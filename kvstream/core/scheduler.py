@@ -49,7 +49,7 @@ class Scheduler:
         self._rate = ServiceRate(settings.service_window_s)
         self._up = False
         self._refusing = False  # the backend is down for good, as far as anybody knows
-        self._closing = False
+        self._closing = self._emptying = False  # nobody new comes in; those that wait neither
         self._now = -inf
         self._seq = 0
         self._newcomers: list[Waiting] = []
@@ -115,7 +115,7 @@ class Scheduler:
         ledger = self._ledger
         return Snapshot(
             now=now,
-            waiting=tuple(WaitingView.of(waiting, place, now, self._queue.why(waiting) or self._blocked)
+            waiting=tuple(WaitingView.of(waiting, place, now, self._why(waiting))
                           for place, waiting in enumerate(shown, 1)),
             waiting_total=len(self._queue),
             waiting_bytes=self._queue.bytes,
@@ -163,7 +163,7 @@ class Scheduler:
             case m.Warmed(group):
                 self._admission.gates.groups.warm(group, now)
             case m.Closing(refuse_waiting):
-                self._closing = True
+                self._closing, self._emptying = True, self._emptying or refuse_waiting
                 if refuse_waiting:
                     self._turn_all_away(RefuseReason.CLOSING)
 
@@ -173,7 +173,7 @@ class Scheduler:
         arrived = now if event.arrived is None else min(event.arrived, now)
         waiting = Waiting.of(event, arrived, min(event.deadline, now + self.settings.wait_s_max), self._seq)
         self._seq += 1
-        if self._closing:
+        if self._closing and (self._emptying or not event.again):
             self._refuse(waiting, RefuseReason.CLOSING)
         elif self._refusing:
             self._refuse(waiting, RefuseReason.BACKEND_DOWN)
@@ -184,7 +184,8 @@ class Scheduler:
             if self._ledger is not None:
                 waiting.pages = self._ledger.entitlement(waiting.tokens, waiting.tokens_max)
             self._queue.add(waiting)
-            self._newcomers.append(waiting)
+            if not event.again:
+                self._newcomers.append(waiting)
 
     def _recounted(self, event: m.Recounted) -> None:
         waiting = self._queue.get(event.rid)
@@ -296,6 +297,10 @@ class Scheduler:
     @property
     def _blocked(self) -> Why:
         return self._admission.blocked if self._up and self._ledger is not None else "backend"
+
+    def _why(self, waiting: Waiting) -> Why:
+        """What a request waits for: a gate, but before all gates a backend that is not there."""
+        return (self._queue.why(waiting) if self._blocked != "backend" else None) or self._blocked
 
     def _shed(self, waiting: Waiting, now: float) -> bool:
         """Refuse a newcomer that would wait past its deadline, unless it is to find out whether it would."""

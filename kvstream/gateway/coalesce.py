@@ -73,9 +73,11 @@ class Coalescer:
                 self._nursery = None
 
     def replace(self, settings: CoalesceSettings) -> None:
-        """Other settings from now on. What was kept is forgotten: another backend may answer otherwise."""
+        """Other settings from now on. What was kept is forgotten, and what is under way is neither kept nor joined any
+        more: another backend may answer otherwise."""
         self._settings = settings
         self._cache = AnswerCache(settings.cache)
+        self._flights.clear()
         self._metrics.cache_bytes.set(0)
 
     @asynccontextmanager
@@ -147,6 +149,7 @@ class Coalescer:
 
     async def _fly(self, flight: Flight, incoming: Incoming) -> None:
         error: KVStreamError | None = ShuttingDownError("the gateway was stopped", retry_after_s=5)
+        cache = self._cache
         try:
             with flight.scope:
                 async with self._open(incoming, flight.name) as source:
@@ -155,7 +158,8 @@ class Coalescer:
                         await flight.put(events)
                         if not flight.whole:
                             self._close_boarding(flight)
-                    self._keep(flight, source)
+                    if cache is self._cache:
+                        self._keep(flight, source)
                     error = None
                     flight.close(None)  # before the source's own end, which may take a moment
         except KVStreamError as caught:

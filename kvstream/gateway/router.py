@@ -82,6 +82,12 @@ class Lane:
         return engine.state not in (Health.DOWN, "failed", "breaker_open", "wedged")
 
     @property
+    def gone(self) -> bool:
+        """Whether those that wait here wait for a backend that is not there. Behind a breaker they wait on: of them
+        comes its trial."""
+        return self.engine.state in (Health.DOWN, "failed")
+
+    @property
     def load(self) -> float:
         """Requests in hand per seat, waiting ones and draining seats included: from 1.0 on a newcomer has to wait."""
         engine = self.engine
@@ -291,7 +297,7 @@ class _Routed:
     async def _wait_lost(self, scope: trio.CancelScope) -> None:
         """Cancel ``scope`` when the lane is down, the request still waits, and another lane could have it."""
         lane = self._choices[0].lane
-        while lane.serving or self._answer.lease is not None or not any(c.lane.serving for c in self._choices[1:]):
+        while not lane.gone or self._answer.lease is not None or not any(c.lane.serving for c in self._choices[1:]):
             await lane.engine.watcher.wait_change()
         self._lost = BackendRefusedError("the backend went down while the request waited for it", retry_after_s=2)
         lane.engine.leave(self._answer)

@@ -14,6 +14,7 @@ from collections.abc import Callable
 from functools import partial
 
 import trio
+from attrs import evolve
 
 from ..adapters.base import Adapter, Health
 from ..core.messages import Ended, Event, Produced, Recounted
@@ -119,6 +120,6 @@ class Runner:
         stream.lease = stream.scope = stream.granted = None
         stream.sent = False
         self._post(Ended(stream.rid, EndReason.CANCELLED))
-        self._post(stream.asked)  # its place is that of its arrival
+        self._post(evolve(stream.asked, again=True))  # its place is that of its arrival
         if stream.prompt is not None and stream.count_source is CountSource.EXACT:
             self._post(Recounted(stream.rid, stream.prompt.keys, stream.tokens_prompt))

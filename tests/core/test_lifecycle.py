@@ -218,3 +218,14 @@ def test_a_new_scheduler_says_nothing() -> None:
     view = scheduler.snapshot(0.0)
     assert view.limits is None and view.pages == () and view.seats.total == 0
     assert Priority.HIGH.value < Priority.LOW.value
+
+
+def test_who_comes_back_unseen_is_no_newcomer() -> None:
+    """The queue was filled meanwhile, or is closed to new ones: it was let in before that."""
+    play = Play(seats=1, pages=64, queue_max=1)
+    play.step(submit(1, 16), expect=["admit 1"])
+    play.step(submit(2, 16))
+    play.step(m.BackendDown(), ended(1, CANCELLED), evolve(submit(1, 16), again=True), expect=[])
+    play.step(m.Closing(refuse_waiting=False), ended(1), evolve(submit(1, 16), again=True), expect=[])
+    play.step(m.Closing(refuse_waiting=True), ended(1), evolve(submit(1, 16), again=True), expect=None)
+    assert not play.scheduler.snapshot(1).waiting_total

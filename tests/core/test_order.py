@@ -222,3 +222,15 @@ def test_a_weight_is_kept_over_sections() -> None:
         order += play.running
     assert ["ab"[rid > 10] for rid in order] == ["a", "b"] * 8
     assert [rid for rid in order if rid < 10] == list(range(1, 9))
+
+
+def test_ageing_of_a_heavy_client_begins_anew_with_each_grant_also_behind_a_gate() -> None:
+    """It keeps its turn for the rest of its round, and so its place; but it has not waited since before its grant."""
+    play = Play(seats=2, pages=1000, long_prefill_tokens=100, leader_tokens=0, ageing_s=10)
+    play.step(submit(0, 500, client="z"), submit(1, 50, client="z"), expect=["admit 0", "admit 1"])
+    heavy = {"client": "a", "weight": 3.0, "priority": "low"}
+    play.step(submit(2, 50, **heavy), submit(3, 500, **heavy), submit(4, 50, **heavy), submit(5, 50, client="b"),
+              submit(6, 50, client="b", priority="low"))
+    play.at(1).step(ended(1), expect=["admit 5"])
+    for now, (over, admitted) in enumerate([(5, 2), (2, 4)], 9):  # the check of the books is the test
+        play.at(now).step(ended(over), expect=[f"admit {admitted}"])

@@ -1,0 +1,98 @@
+"""Features that meet: what the storm (``tests/sim/test_storm.py``) or thinking about it found, each by itself."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import attrs
+import pytest
+import trio
+
+from kvstream.gateway.coalesce import Coalescer
+from kvstream.gateway.settings import coalesce_settings
+from tests.gateway.conftest import Lane, chat, config_of, open_lane
+from tests.gateway.several import open_several
+
+A: dict[str, Any] = {"name": "a", "knobs": {"model": "m"}}
+B: dict[str, Any] = {"name": "b", "knobs": {"model": "m"}}
+COLD: dict[str, Any] = {"temperature": 0}
+
+
+async def test_case_51_the_trial_of_one_lane_stays_there_although_another_could_serve_it(autojump_clock: Any) -> None:
+    """Itself it is the request for which a half open lane takes no second one."""
+    async with open_several(A, B, upstream={"breaker_open_s": 0.5}) as several:
+        first = several.engines[0]
+        for trials in range(1, 11):
+            first.guard.wedge(trio.current_time())
+            await trio.sleep(1)
+            assert first.state == "half_open"
+            assert (await several.post(chat(f"question {trials}", model="m"))).status == 200
+            assert len(several.runtimes[0].journal.calls) == trials and first.state == "up"
+
+
+def coalescer_of(lane: Lane) -> Coalescer:
+    found = lane.app._proxy._open_answer.__self__  # type: ignore[attr-defined]
+    assert isinstance(found, Coalescer)
+    return found
+
+
+async def test_case_82_an_answer_under_way_at_a_reload_is_not_kept(autojump_clock: Any) -> None:
+    """Another backend may answer otherwise: what was kept is forgotten, and what comes from before is not kept then."""
+    on = {"response_cache": {"enabled": True}}
+    async with open_lane(**on) as lane:
+        before = lane.start(chat(**COLD))
+        await trio.sleep(0.05)
+        coalescer_of(lane).replace(coalesce_settings(config_of(**on)))
+        await before.ended.wait()
+        after = await lane.post(chat(**COLD))
+        assert after.headers["x-kvstream-cache"] == "miss" and len(lane.runtime.journal.calls) == 2
+
+
+async def test_case_82_nobody_joins_a_call_from_before_a_reload(autojump_clock: Any) -> None:
+    """It may go to a backend that is no longer there, or by an alias that means another model now."""
+    async with open_lane() as lane:
+        calls = [lane.start(chat(**COLD)), lane.start(chat(**COLD))]
+        await trio.sleep(0.05)
+        coalescer_of(lane).replace(attrs.evolve(coalesce_settings(config_of())))
+        calls.append(lane.start(chat(**COLD)))
+        for call in calls:
+            await call.ended.wait()
+        assert [call.headers["x-kvstream-coalesced"] for call in calls].count("leader") == 2
+        assert len({call.body.count(b"data:") for call in calls}) == 1 and len(lane.runtime.journal.calls) == 2
+        await trio.sleep(1)
+        assert lane.idle() and not coalescer_of(lane)._flights
+
+
+@pytest.mark.parametrize("refuse", [True, False])
+async def test_case_82_a_lane_that_only_finishes_also_finishes_who_went_back_to_the_queue(
+        autojump_clock: Any, refuse: bool) -> None:
+    """Retired, or draining with ``drain_queued = "finish"``, while its backend is restarted; and its queue is full."""
+    async with open_lane(scheduler={"max_queue": 2}, knobs={"slots": 1}, backend={"seats": 1},
+                         upstream={"health_interval_s": 60.0}) as lane:
+        await lane.post(chat("zeroth"))
+        lane.runtime.config.refuse, lane.upstream.connect_s = True, 0.1
+        calls = [lane.start(chat(f"number {i}")) for i in range(3)]
+        while len(lane.engine.streams) < 3:
+            await trio.sleep(0.01)
+        lane.engine.close(refuse_waiting=refuse)
+        await trio.sleep(2)
+        lane.runtime.config.refuse = False
+        for call in calls:
+            await call.ended.wait()
+        assert [call.status for call in calls] == ([503] * 3 if refuse else [200] * 3)
+
+
+async def test_case_84_who_waits_for_a_backend_that_is_away_is_told_so(autojump_clock: Any) -> None:
+    """Also where a gate held the request before."""
+    knobs = {"prefill_rate": 100.0, "n_batch": 64}
+    async with open_lane(scheduler={"long_prefill_tokens": 50}, knobs=knobs) as lane:
+        long = "word " * 200
+        lane.start(chat("first " + long))
+        await trio.sleep(0.5)
+        lane.start(chat("second " + long))
+        await trio.sleep(0.2)
+        assert [w.why for w in lane.engine.scheduler.snapshot(trio.current_time()).waiting] == ["long_prefill"]
+        lane.runtime.config.refuse = True
+        lane.engine.watcher.suspect("down", "connection refused")
+        await trio.sleep(0.05)
+        assert [w.why for w in lane.engine.scheduler.snapshot(trio.current_time()).waiting] == ["backend"]
