@@ -124,6 +124,7 @@ class Reloader:
         self._loaded_at = _now()
         self._error: str | None = None
         self._restart: tuple[str, ...] = ()
+        self._stopped = False
         self._asked = trio.Event()
         self._seen = self._stamp()
 
@@ -135,6 +136,10 @@ class Reloader:
     def ask(self) -> None:
         """Read it again now: SIGHUP."""
         self._asked.set()
+
+    def stop(self) -> None:
+        """Read no more: the gateway drains, and a lane opened now would let newcomers in."""
+        self._stopped = True
 
     async def run(self, lanes: Lanes, router: Router, prepare: Prepare) -> None:
         """Task body: look, read, change the lanes and what ``prepare`` knows of; for ever.
@@ -163,6 +168,8 @@ class Reloader:
 
     async def _read(self, lanes: Lanes, router: Router, prepare: Prepare) -> None:
         assert self._again is not None
+        if self._stopped:
+            return
         try:
             loaded = self._again()
             plan = plan_reload(self.config, loaded.config)

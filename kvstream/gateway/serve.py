@@ -92,6 +92,7 @@ class Gateway:
         *Cancellation*: a second signal cancels this; nothing else is needed then.
         """
         config = self.config.server
+        self.reloader.stop()
         await self.server.stop_listening()
         for lane in self.lanes.all:
             lane.engine.close(refuse_waiting=config.drain_queued == "refuse")

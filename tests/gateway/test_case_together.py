@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import attrs
@@ -12,6 +13,7 @@ from kvstream.gateway.coalesce import Coalescer
 from kvstream.gateway.settings import coalesce_settings
 from tests.gateway.conftest import Lane, chat, config_of, open_lane
 from tests.gateway.several import open_several
+from tests.sim.storm import open_storm
 
 A: dict[str, Any] = {"name": "a", "knobs": {"model": "m"}}
 B: dict[str, Any] = {"name": "b", "knobs": {"model": "m"}}
@@ -96,3 +98,20 @@ async def test_case_84_who_waits_for_a_backend_that_is_away_is_told_so(autojump_
         lane.engine.watcher.suspect("down", "connection refused")
         await trio.sleep(0.05)
         assert [w.why for w in lane.engine.scheduler.snapshot(trio.current_time()).waiting] == ["backend"]
+
+
+async def test_case_47_a_gateway_that_drains_is_not_opened_again_by_a_reload(
+        autojump_clock: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """A new lane knows nothing of the drain; over connections that are still open it would be asked."""
+    async with open_storm(2, monkeypatch, tmp_path) as world:
+        mine = [("Authorization", "Bearer alice-secret")]
+        world.surface.start(chat("a long one", model="shared", max_tokens=100), headers=mine)
+        await trio.sleep(0.2)
+        world.surface.nursery.start_soon(world.gateway.drain)
+        await trio.sleep(0.1)
+        row = attrs.evolve(world.config.more_backends[0], seats=1)
+        world.config = attrs.evolve(world.config, more_backends=(row, *world.config.more_backends[1:]))
+        world.gateway.reloader.ask()
+        await trio.sleep(1)
+        late = await world.surface.post(chat("late", model="only-b"), headers=mine)
+        assert late.status == 503 and b"shutting_down" in late.body

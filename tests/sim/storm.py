@@ -69,7 +69,7 @@ class World:
     model_calls: int = 0
     number: int = 0
     ended: bool = False
-    draining: bool = False
+    drained: float = float("inf")  # since when it drains
 
     def word(self) -> str:
         self.number += 1
@@ -342,6 +342,8 @@ def judge(world: World, call: Call, path: str, body: dict[str, Any], prompt: str
     assert waited is None or 0 <= float(waited) <= 2 * WAIT_S_MAX * 1000 + 1000, waited
     clean = ended_well(call, path, body)
     cached = call.headers.get("x-kvstream-cache") == "hit"
+    shared = call.headers.get("x-kvstream-coalesced") == "follower"
+    assert began <= world.drained or cached or shared, "served although it came after the end was announced"
     if clean == "whole":
         assert world.finished(prompt), f"a clean end of an answer that no runtime finished: {prompt[:30]}"
     if clean == "broken":
@@ -465,6 +467,16 @@ async def look(world: World) -> None:
         ids = {row["id"] for row in json.loads(listing.body)["data"]}
         assert "shared" in ids, ids
         assert trio.current_time() - began < 2.0, "a page kept somebody waiting"
+
+
+async def drain(world: World) -> None:
+    """SIGTERM, while all goes on."""
+    await trio.sleep(world.rng.uniform(10, 40))
+    world.drained = trio.current_time()
+    await world.gateway.drain()
+    took = trio.current_time() - world.drained
+    assert took <= world.config.server.drain_s + serve_module.LAST_FRAMES_S + 0.1, took
+    assert not world.gateway.streams or took > world.config.server.drain_s
 
 
 # --- afterwards -------------------------------------------------------------------------------------------------------
