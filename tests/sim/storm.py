@@ -70,6 +70,7 @@ class World:
     number: int = 0
     ended: bool = False
     drained: float = float("inf")  # since when it drains
+    spread_s: float = 40.0  # clients come within so many seconds
 
     def word(self) -> str:
         self.number += 1
@@ -236,6 +237,7 @@ async def open_storm(seed: int, patch: pytest.MonkeyPatch, folder: Path) -> Asyn
         nursery = await stack.enter_async_context(trio.open_nursery())
         surface = Lane(gateway.app, None, None, None, nursery)  # type: ignore[arg-type]
         world = World(rng, gateway, runtimes, upstreams, surface, config, keys_file, dict.fromkeys(KEYS, 0.0))
+        world.spread_s = rng.choice((4.0, 20.0, 40.0))
         while not all(lane.engine.ready and lane.listed.known for lane in gateway.router.lanes):
             await trio.sleep(0.05)
         yield world
@@ -248,7 +250,7 @@ async def open_storm(seed: int, patch: pytest.MonkeyPatch, folder: Path) -> Asyn
 async def client(world: World) -> None:
     """Come at some time and ask; come back when turned away for now."""
     rng = world.rng
-    await trio.sleep(rng.uniform(0, 40))
+    await trio.sleep(rng.uniform(0, world.spread_s))
     for _ in range(3):
         again = await visit(world)
         if again is None:
