@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 import trio
 from hypothesis import HealthCheck, example, given
 from hypothesis import settings as hypothesis_settings
@@ -12,8 +13,9 @@ from trio.testing import MockClock
 
 from kvstream.adapters.routes import OLLAMA_ROUTES
 from tests.gateway.conftest import open_lane
-from tests.gateway.test_fuzz_surface import METHODS, bodies, heads, one
+from tests.gateway.test_fuzz_surface import METHODS, bodies, heads, one, throw_all, wires
 
+KNOBS = {"dialect": "ollama", "model": "m", "slots": 1, "n_ctx": 4096, "decode_rate": 1000}
 PATHS = (*sorted(OLLAMA_ROUTES), "/api/tags", "/api/show", "/api/ps", "/api/pull", "/api/", "/", "/v1/models")
 
 
@@ -23,8 +25,7 @@ PATHS = (*sorted(OLLAMA_ROUTES), "/api/tags", "/api/show", "/api/ps", "/api/pull
 @hypothesis_settings(deadline=None, suppress_health_check=list(HealthCheck))
 def test_nearly_right_requests_are_answered_and_leave_nothing(calls: list[Any]) -> None:
     async def main() -> None:
-        knobs = {"dialect": "ollama", "model": "m", "slots": 1, "n_ctx": 4096, "decode_rate": 1000}
-        async with open_lane(knobs=knobs, backend={"type": "ollama"}, scheduler={"max_wait_s": 20.0}) as lane:
+        async with open_lane(knobs=KNOBS, backend={"type": "ollama"}, scheduler={"max_wait_s": 20.0}) as lane:
             for method, path, body, headers in calls:
                 await one(lane, method, path, body, headers)
             with trio.fail_after(120):
@@ -33,3 +34,9 @@ def test_nearly_right_requests_are_answered_and_leave_nothing(calls: list[Any]) 
             lane.engine.scheduler.check_invariants()
 
     trio.run(main, clock=MockClock(autojump_threshold=0))
+
+
+@given(st.lists(st.tuples(wires(PATHS), st.sampled_from(["leave", "stay", "half-close"])), min_size=2, max_size=8))
+@hypothesis_settings(deadline=None, max_examples=10, suppress_health_check=list(HealthCheck))
+def test_spoilt_bytes_never_break_the_server(caplog: pytest.LogCaptureFixture, connections: list[Any]) -> None:
+    throw_all(caplog, connections, knobs=KNOBS, backend={"type": "ollama"})

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import logging
+from copy import deepcopy
 from typing import Any
 
 import pytest
@@ -39,6 +40,10 @@ CALLS: dict[str, dict[str, Any]] = {
     "rerank": {"query": "q", "documents": ["a", "b"]},
     "infill": {"input_prefix": "def f(", "input_suffix": ")", "n_predict": 3},
     "ollama": {"model": "m", "messages": [{"role": "user", "content": "x"}], "options": {"num_ctx": 10}},
+    "generate": {"model": "m", "prompt": "x", "suffix": "y", "raw": True, "stream": True, "keep_alive": "5m",
+                 "options": {"num_predict": 3, "stop": ["\n"]}},
+    "embed": {"model": "m", "input": ["a", "b"], "truncate": True, "options": {}},
+    "tokens": {"content": "x", "tokens": [1, 2], "add_special": True},
 }
 
 scalars = st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8) | st.sampled_from(
@@ -58,7 +63,7 @@ def bodies(draw: st.DrawFn) -> bytes:
             keys = sorted(where) if isinstance(where, dict) else list(range(len(where)))
             key = draw(st.sampled_from(keys))
             if not isinstance(where[key], (dict, list)) or draw(st.booleans()):
-                where[key] = draw(values)
+                where[key] = deepcopy(draw(values))  # a later turn may write into it
                 break
             where = where[key]
     if draw(st.booleans()):
@@ -115,12 +120,12 @@ SPOILS = (b"", b"\r\n", b"\x00", b"\xff\xfe", b": ", b"Transfer-Encoding: chunke
 
 
 @st.composite
-def wires(draw: st.DrawFn) -> list[bytes]:
+def wires(draw: st.DrawFn, paths: tuple[str, ...] = PATHS) -> list[bytes]:
     """Bytes for one connection, in the pieces in which they are sent."""
     data = b""
     for _ in range(draw(st.integers(1, 3))):
         head = [(n, v) for n, v in draw(heads) if n != "host"]
-        data += encode_request(draw(st.sampled_from(METHODS)), draw(st.sampled_from(PATHS)), draw(bodies()), head)
+        data += encode_request(draw(st.sampled_from(METHODS)), draw(st.sampled_from(paths)), draw(bodies()), head)
     for _ in range(draw(st.integers(0, 2))):  # spoil it: anything at all, anywhere
         place = draw(st.integers(0, len(data)))
         data = data[:place] + draw(st.sampled_from(SPOILS)) + data[place + draw(st.integers(0, 4)):]
@@ -161,14 +166,20 @@ async def throw(port: int, pieces: list[bytes], end: str) -> None:
 @given(st.lists(st.tuples(wires(), st.sampled_from(["leave", "stay", "half-close"])), min_size=2, max_size=8))
 @hypothesis_settings(deadline=None, max_examples=15, suppress_health_check=list(HealthCheck))
 def test_spoilt_bytes_never_break_the_server(caplog: pytest.LogCaptureFixture, connections: list[Any]) -> None:
+    throw_all(caplog, connections)
+
+
+def throw_all(caplog: pytest.LogCaptureFixture, connections: list[Any], **sections: Any) -> None:
+    """All at once at a gateway of their own, which is whole and empty afterwards."""
     async def main() -> None:
-        async with open_rig() as rig:
+        async with open_rig(**sections) as rig:
             with trio.fail_after(60):
                 async with trio.open_nursery() as nursery:
                     for pieces, end in connections:
                         nursery.start_soon(throw, rig.port, pieces, end)
                 assert (await rig.get("/health"))[0] == 200
                 await rig.until(rig.idle, 30)
+                await rig.until(lambda: rig.engine.metrics.open_connections._value.get() == 0, 30)
 
     caplog.clear()
     with caplog.at_level(logging.WARNING, logger="kvstream"):
