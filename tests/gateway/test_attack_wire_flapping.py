@@ -1,4 +1,4 @@
-"""A backend that comes and goes ten times a second under load: every call ends, told as what it was, and nothing stays."""
+"""A backend that comes and goes ten times a second under load: calls end, told as what they were; nothing stays."""
 
 from __future__ import annotations
 
