@@ -100,7 +100,7 @@ class Engine:
         self._streams: trio.Nursery | None = None
         self._live: dict[RequestId, Stream] = {}
         self._draining = DrainingSeats(self._live, metrics, self.post)
-        self.guard = Guard(settings, self.post, name)
+        self.guard = Guard(settings, self._post_of_guard, name)
         self.drifts = Drifts(adapter, name)
         self._liveness = Liveness(adapter, upstream, settings, metrics, self.guard, self._live)
         self._runner = Runner(
@@ -144,6 +144,10 @@ class Engine:
         """Hand an event to the tick. Never blocks, never fails."""
         self._inbox.append(event)
         self._wake.set()
+
+    def _post_of_guard(self, event: Event) -> None:
+        self.post(event)
+        self.watcher.announce()  # whoever waits here may be better off elsewhere
 
     def _act(self, action: Action) -> None:
         stream = self._live.get(action.rid)

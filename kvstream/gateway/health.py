@@ -212,7 +212,7 @@ class BackendWatcher:
         self._log.info("backend up: %s, %d seats, %d pages of %d tokens (%s)", limits.mode.value, limits.seats,
                        limits.pages, limits.page_tokens, limits.source)
         self.backend = BackendState(state, trio.current_time(), "", report)
-        self._announce()
+        self.announce()
         with trio.move_on_after(RECOUNT_S_MAX):
             await self._engine.recount_waiting()
         if away:
@@ -233,9 +233,10 @@ class BackendWatcher:
         self._log.log(logging.INFO if state in (Health.LOADING, Health.SLEEPING) else logging.WARNING,
                       "backend %s: %s", state, detail)
         self.backend = evolve(self.backend, state=state, since=trio.current_time(), detail=detail)
-        self._announce()
+        self.announce()
 
-    def _announce(self) -> None:
+    def announce(self) -> None:
+        """The backend, or what is thought of it, is another: wake those in :meth:`wait_change`."""
         self._changed.set()
         self._changed = trio.Event()
 

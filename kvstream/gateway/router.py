@@ -9,7 +9,8 @@ seat, ``cached`` the part of this prompt (0 to 1) whose pages its scheduler know
 full batch of load, an unknown one goes where least is to do, and at a tie the order of the configuration decides.
 
 A lane that is down, failed, closing or behind an open breaker is passed over. A connection that is refused before
-anything of the answer came moves the request to another lane, once; so does a lane that goes down while it waits there.
+anything of the answer came moves the request to another lane, once; so does a lane that goes down, or whose breaker
+opens, while it waits there.
 """
 
 from __future__ import annotations
@@ -83,9 +84,9 @@ class Lane:
 
     @property
     def gone(self) -> bool:
-        """Whether those that wait here wait for a backend that is not there. Behind a breaker they wait on: of them
-        comes its trial."""
-        return self.engine.state in (Health.DOWN, "failed")
+        """Whether those that wait here wait for a backend that does not serve. (A half open breaker has its trial, and
+        that is one of those.)"""
+        return self.engine.state in (Health.DOWN, "failed", "breaker_open", "wedged")
 
     @property
     def load(self) -> float:

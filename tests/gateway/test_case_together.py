@@ -11,6 +11,7 @@ import trio
 
 from kvstream.gateway.coalesce import Coalescer
 from kvstream.gateway.settings import coalesce_settings
+from tests.fakes import Script
 from tests.gateway.conftest import Lane, chat, config_of, open_lane
 from tests.gateway.several import open_several
 from tests.sim.storm import open_storm
@@ -115,3 +116,21 @@ async def test_case_47_a_gateway_that_drains_is_not_opened_again_by_a_reload(
         await trio.sleep(1)
         late = await world.surface.post(chat("late", model="only-b"), headers=mine)
         assert late.status == 503 and b"shutting_down" in late.body
+
+
+@pytest.mark.parametrize("wedged", [True, False])
+async def test_case_51_who_waits_behind_a_breaker_that_opens_goes_to_the_other_lane(
+        autojump_clock: Any, wedged: bool) -> None:
+    """It waited out ``max_wait_s`` beside an idle lane that serves the same model."""
+    rows = ({"name": name, "knobs": {"model": "m", "slots": 1}} for name in "ab")
+    async with open_several(*rows, upstream={"wedged_s": 5.0, "breaker_faults": 2, "breaker_open_s": 60.0}) as several:
+        if wedged:
+            several.runtimes[0].wedge()
+        else:
+            several.runtimes[0].script(Script(end="cut", tokens=2), times=None)
+        calls = [several.start(chat(f"question {i}", model="m")) for i in range(8)]
+        for call in calls:
+            await call.ended.wait()
+            assert call.ended_at is not None and call.started_at is not None
+            assert call.ended_at < 20.0 + (several.engines[0].watcher.backend.since)
+        assert sum(call.body.endswith(b"[DONE]\n\n") for call in calls) >= 6
