@@ -311,6 +311,10 @@ async def visit(world: World) -> float | None:
     left = call._gone.is_set()
     outcome = "left" if left else judge(world, call, path, body, prompt, key, began)
     world.outcomes[outcome] += 1
+    if left and world.asked[prompt] == 1:
+        await trio.sleep(1.0)
+        held = [e for runtime in world.runtimes.values() for e in runtime.journal.open_now if e.prompt == prompt]
+        assert not held, "a client left, and the runtime works on"
     retry = call.headers.get("retry-after")
     return float(retry) if not left and retry is not None and call.status in (429, 503) else None
 
