@@ -238,7 +238,7 @@ def build_quart(router: Router, metrics: Metrics, extra_status: Callable[[], Map
 
     @app.errorhandler(HTTPException)
     async def http_error(error: HTTPException) -> Response:
-        return error_reply(http_failure(error))
+        return error_reply(http_failure(error, router))
 
     @app.errorhandler(KVStreamError)
     async def failure(error: KVStreamError) -> Response:
@@ -248,11 +248,10 @@ def build_quart(router: Router, metrics: Metrics, extra_status: Callable[[], Map
     return app
 
 
-def http_failure(error: HTTPException) -> KVStreamError:
+def http_failure(error: HTTPException, router: Router) -> KVStreamError:
     """An error of the framework as one of ours."""
     if error.code == 404:
-        return RouteNotFoundError("no such route here; KVStream serves /v1/chat/completions, /v1/completions, "
-                                  "/v1/models, /health, /ready, /status and /metrics")
+        return RouteNotFoundError(f"no such route here; {router.what_there_is}")
     if error.code == 405:
         return MethodNotAllowedError("this route does not take that method")
     return KVStreamError(error.description or "request failed", status=error.code or 500)

@@ -69,8 +69,7 @@ def _served_by(router: Router, path: str) -> list[Engine]:
     engines = [lane.engine for lane in router.lanes if path in lane.engine.adapter.capabilities.passed]
     if not engines:
         raise RouteNotFoundError(
-            "no such route here, since no backend is an Ollama; KVStream serves /v1/chat/completions, /v1/completions, "
-            "/v1/models, /health, /ready, /status and /metrics")
+            f"no such route here, since no backend is an Ollama; {router.what_there_is}")
     return engines
 
 

@@ -128,6 +128,12 @@ class Router:
         """What at least one lane serves."""
         return frozenset().union(*(lane.engine.adapter.capabilities.routes for lane in self.lanes))
 
+    @property
+    def what_there_is(self) -> str:
+        """The routes in words, for those who asked for another one."""
+        own = "/v1/models, /health, /ready, /status and /metrics"
+        return f"the backends here serve {', '.join(sorted(self.routes))}; KVStream itself {own}"
+
     async def pick(self, incoming: Incoming) -> tuple[Engine, ProxyRequest]:
         """See :data:`ports.PickBackend`."""
         [choice, *_] = await self._choices(incoming)
