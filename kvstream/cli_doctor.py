@@ -99,7 +99,10 @@ def _show_progress(done: int, total: int) -> None:
 @click.option("--json", "as_json", is_flag=True, help="For programs.")
 @_config_option
 def models(url: str | None, as_json: bool, config: str | None) -> None:
-    """List the models that clients can name: of a running KVStream, or where none runs, of the runtimes found here."""
+    """List the models that clients can name: of a running KVStream, or where none runs, of the runtimes found here.
+
+    A KVStream that wants a key for that is shown the one in KVSTREAM_KEY.
+    """
     from rich.console import Console
 
     from .errors import ConfigError
@@ -109,7 +112,7 @@ def models(url: str | None, as_json: bool, config: str | None) -> None:
     question = _question(url, config)
     if question.config_problems:
         raise ConfigError(list(question.config_problems))
-    groups = run_listing(question)
+    groups = run_listing(question, os.environ.get("KVSTREAM_KEY", ""))
     if as_json:
         import json
 

@@ -95,4 +95,4 @@ def open_watch() -> BarWatch | LineWatch:
 
 
 def _title(target: str, block: Block, rounds: int) -> str:
-    return f"{target}, round {block.round + 1} of {rounds}" if rounds > 1 else target
+    return f"{target}, round {block.round + 1} of {rounds}" if rounds > 1 else f"{target}, measuring"

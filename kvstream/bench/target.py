@@ -9,7 +9,7 @@ import trio
 from attrs import field, frozen
 
 from ..adapters.base import HttpCall, HttpReply
-from ..errors import BackendTimeoutError, BackendUnavailableError, KVStreamError
+from ..errors import BackendRefusedError, BackendTimeoutError, BackendUnavailableError, KVStreamError
 from ..gateway.ports import Upstream
 from .answer import AnswerReader, message_of
 from .plan import Load
@@ -54,6 +54,9 @@ async def describe(target: Target) -> tuple[str, list[str]]:
     except BackendTimeoutError as error:
         raise BackendUnavailableError(
             f"{target.url} did not answer GET /v1/models within {LOOK_TIMEOUT_S:g} s") from error
+    except BackendRefusedError as error:
+        raise BackendUnavailableError(
+            f"nothing answers at {target.url}: the connection was refused. Is a server running there?") from error
     except KVStreamError as error:
         raise BackendUnavailableError(f"nothing answers at {target.url}: {error}") from error
     if reply.status in (401, 403):

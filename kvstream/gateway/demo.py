@@ -362,6 +362,8 @@ async def _demo(loaded: Loaded, once: bool, screen: Screen) -> int:
                 screen.rest()
                 screen.say("\nStopped.")
                 code = 128 + number
+            elif once:
+                screen.say("\nThe demo ends here (--once). Without --once it serves on, so that these have an answer.")
             if number is not None or once:
                 nursery.cancel_scope.cancel()
                 return code

@@ -24,6 +24,7 @@ from ..config import BackendConfig, BackendType, Config, Loaded
 from . import machine
 from .discovery import LIKELY_PORTS, LOOPBACK_NAMES, Found, Silent, discover, likely_urls
 from .selfview import advise_kvstream, backend_urls, snapshot_of
+from .statusview import url_of
 
 FILES_BESIDE = 128  # as serve reckons
 MODELS_SHOWN_MAX = 8
@@ -207,7 +208,7 @@ def _backend_findings(question: Question, found: list[Found | Silent]) -> Iterat
     for backend in backends_of(config):
         there = next((one for one in found if backend.url and _same_place(one.url, backend.url)), None)
         if isinstance(there, Found):
-            yield from _kind_findings(backend, there)
+            yield from _kind_findings(backend, there, url_of(config.server))
         elif not backend.url or (not is_chosen(question) and (runtimes or not there)):
             if any(one.identity.kind == "kvstream" for one in answering):
                 continue  # it has its backend from elsewhere, and its own findings
@@ -221,9 +222,13 @@ def _backend_findings(question: Question, found: list[Found | Silent]) -> Iterat
             yield Advice("problem", f"The configured backend {backend.url} {silent}.", f"start it, or {instead}")
 
 
-def _kind_findings(backend: BackendConfig, there: Found) -> Iterator[Advice]:
+def _kind_findings(backend: BackendConfig, there: Found, own: str) -> Iterator[Advice]:
+    """``own`` is where the KVStream of this configuration listens."""
     identity = there.identity
-    if identity.kind == "kvstream":
+    if identity.kind == "kvstream" and not _same_place(backend.url, own):
+        yield Advice("warning", f"The configured backend {backend.url} is another KVStream; both queue, and this one "
+                     "can only assume its seats and pages.", "for exact counts, name the model runtime itself")
+    elif identity.kind == "kvstream":
         yield Advice("problem", f"The configured backend {backend.url} is a KVStream; it would call itself in circles.",
                      "set backend.base_url to the model runtime")
     elif not identity.is_backend:

@@ -27,12 +27,15 @@ class ModelGroup:
     models: tuple[ModelRow, ...]
 
 
-async def list_models(question: Question) -> list[ModelGroup]:
-    """*Errors*: ``BackendUnavailableError`` when there is no server. *Cancellation*: safe."""
-    found: list[Any] = []
-    if question.url is None and question.config.server.port:
-        found = [one for one in await discover([url_of(question.config.server)])
-                 if isinstance(one, Found) and one.identity.kind == "kvstream"]
+async def list_models(question: Question, key: str = "") -> list[ModelGroup]:
+    """``key`` is shown to the KVStream that is named or configured, and to no other server.
+
+    *Errors*: ``BackendUnavailableError`` when there is no server, or it wants another key. *Cancellation*: safe.
+    """
+    server = question.config.server
+    first = question.url or (url_of(server) if server.port else None)
+    found = [] if first is None else [one for one in await discover([first], {first: key})
+                                      if isinstance(one, Found) and one.identity.kind == "kvstream"]
     if not found:
         around = [one for one in await look_around(question) if isinstance(one, Found)]
         selves = [one for one in around if one.identity.kind == "kvstream"]
@@ -40,12 +43,22 @@ async def list_models(question: Question) -> list[ModelGroup]:
     if not found:
         where = f"at {question.url}" if question.url else "on this machine"
         raise BackendUnavailableError(f"no KVStream and no model runtime answers {where}. {HOW_TO_START}.")
-    return [group for one in found for group in _groups(one)]
+    groups = [group for one in found for group in _groups(one)]
+    locked = next((one for one in found if _wants_key(one)), None)
+    if locked is not None and not groups:  # no list and no word would look like a server without models
+        raise BackendUnavailableError(f"{locked.url} does not list its models: it wants a key, or another one. "
+                                      "It is taken from KVSTREAM_KEY")
+    return groups
 
 
-def run_listing(question: Question) -> list[ModelGroup]:
+def run_listing(question: Question, key: str = "") -> list[ModelGroup]:
     """:func:`list_models` for who has no event loop. *Errors*: the same."""
-    return trio.run(list_models, question)
+    return trio.run(list_models, question, key)
+
+
+def _wants_key(one: Found) -> bool:
+    reply = one.replies.get("/v1/models")
+    return one.identity.kind == "kvstream" and reply is not None and reply.status in (401, 403)
 
 
 def _groups(one: Found) -> list[ModelGroup]:

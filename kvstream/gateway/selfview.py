@@ -46,7 +46,9 @@ def advise_kvstream(reply: HttpReply | None, version: str, own_version: str, *, 
         return
     snapshot = snapshot_of(reply)
     good = 0
-    for lane in lanes_of(snapshot):
+    lanes = lanes_of(snapshot)
+    for lane in lanes:
+        of = f" of {_text(lane, 'name')}" if len(lanes) > 1 and lane.get("name") else ""
         backend, state = _table(lane, "backend"), str(lane.get("state") or "")
         where = f"{_text(backend, 'kind')} at {_text(backend, 'url')}"
         if state in ("up", "sleeping"):
@@ -61,7 +63,7 @@ def advise_kvstream(reply: HttpReply | None, version: str, own_version: str, *, 
                          "" if state in GOOD_STATES else "look at the runtime's log" if state in BREAKER_STATES else
                          "start the runtime, or set backend.base_url")
         for note in _list(_table(lane, "capacity"), "notes"):
-            yield Advice("note", f"Capacity: {_sentence(note)}")
+            yield Advice("note", f"Capacity{of}: {_sentence(note)}")
         for row in _list(lane, "options_alternate"):
             if isinstance(row, dict):
                 fact, _, cure = _text(row, "warning").partition("; ")

@@ -251,9 +251,10 @@ def _capacity(capacity: Mapping[str, Any], backend: Mapping[str, Any]) -> Text:
     if not capacity:
         return Text("capacity  not known yet")
     was = "as last known, " if backend.get("state") in ("loading", "down", "failed") else ""
+    most = capacity.get("request_tokens_max")
+    bound = "" if most is None else f", at most {_n(capacity, 'request_tokens_max')} tokens a request"
     line = Text(f"capacity  {was}{_n(capacity, 'mode')}: {_n(capacity, 'seats')} seats, {_n(capacity, 'pages')} pages "
-                f"of {_n(capacity, 'page_tokens')} tokens, at most "
-                f"{_n(capacity, 'request_tokens_max')} tokens a request (from {_n(capacity, 'source')})")
+                f"of {_n(capacity, 'page_tokens')} tokens{bound} (from {_n(capacity, 'source')})")
     for note in _list(capacity, "notes"):
         line.append(f"\n          note: {_plain(note)}", style="yellow")
     return line

@@ -123,8 +123,10 @@ async def test_a_backend_of_another_kind() -> None:
 
 async def test_case_57_kvstream_as_its_own_backend_is_a_problem() -> None:
     async with open_rig() as rig:
-        report = await examine(ask(backend__base_url=rig.gateway.url))
+        report = await examine(ask(backend__base_url=rig.gateway.url, server__port=rig.port))
         assert "call itself in circles" in texts(report, "problem")
+        report = await examine(ask(backend__base_url=rig.gateway.url))  # one in front of another is no circle
+        assert report.exit_code == 0 and "is another KVStream" in texts(report, "warning")
         report = await examine(ask(facts(rig.port)))
         assert f"--backend-url {rig.gateway.url}" not in texts(report)
 
@@ -250,6 +252,16 @@ async def test_models_of_a_running_kvstream_else_of_the_runtimes() -> None:
         assert group.url == rig.gateway.url
     with pytest.raises(BackendUnavailableError, match="kvstream demo"):
         await list_models(ask())
+
+
+async def test_models_of_a_kvstream_that_wants_a_key() -> None:
+    async with open_rig(auth={"keys": ("alice's",)}) as rig:
+        for question in (ask(server__port=rig.port), ask(url=rig.gateway.url)):
+            (group,) = await list_models(question, "alice's")
+            assert [row.name for row in group.models] == ["fake-model"]
+            for key in ("", "bob's"):
+                with pytest.raises(BackendUnavailableError, match="KVSTREAM_KEY"):
+                    await list_models(question, key)
 
 
 # --- the command line -------------------------------------------------------------------------------------------------

@@ -60,6 +60,8 @@ def test_alive_but_not_ready() -> None:
 def test_what_it_noted_is_passed_on() -> None:
     found = advice(lane(capacity={"notes": ["set seats"]}, prefix_hygiene={"findings": [FINDING]}))
     assert the("note", found).startswith("Capacity: set seats.")
+    named = advice(lane(name="big", capacity={"notes": ["set seats"]}), lane(name="small"))
+    assert the("note", named).startswith("Capacity of big: set seats.")
     assert "a[b|c]" in the("warning", found) and "seen 4 times" in the("warning", found)
     assert "prefix.normalize" in the("warning", found)
     turns = advice(lane(options_alternate=[{"warning": "options alternate for q: a and b; let them agree"}]))
