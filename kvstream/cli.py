@@ -218,7 +218,10 @@ def _target(url: str | None, config: str | None) -> tuple[str, str]:
 
     key = os.environ.get("KVSTREAM_KEY", "")
     if url is None:
-        ours = _load(config, {}, {}, together=False).config
+        try:
+            ours = _load(config, {}, {}, together=False).config
+        except ConfigError as error:  # one that runs goes on with what it read before
+            raise ConfigError([*error.problems, "a KVStream that runs is seen with --url nevertheless"]) from error
         return statusview.url_of(ours.server), key or ours.auth.metrics_token
     statusview.check_url(url)
     return url, key

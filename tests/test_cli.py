@@ -391,6 +391,13 @@ def test_nothing_answers() -> None:
         assert result.stderr == f"kvstream: nothing answers at {url}. Is `kvstream serve` running there?\n"
 
 
+def test_a_wrong_file_hides_no_running_kvstream(tmp_path: Path) -> None:
+    (tmp_path / "wrong.toml").write_text("[sever]\n", encoding="utf-8")
+    for command in ("status", "health"):
+        result = invoke(command, "--config", str(tmp_path / "wrong.toml"))
+        assert result.exit_code == 2 and "did you mean server?" in result.stderr and "--url" in result.stderr
+
+
 @pytest.mark.parametrize("reply", [(404, b"no"), (200, b"<html>"), (200, b"[]"), (500, b"{}"), (200, b"[" * 100_000)])
 def test_something_else_answers(fake: Fake, reply: tuple[int, bytes]) -> None:
     fake.replies["/status"] = reply

@@ -143,6 +143,8 @@ async def _warm_up(target: Target, load: Load, watch: TalkingWatch) -> None:
         return
     last = records[-1]
     hint = " (a server that knows no ignore_eos? try --no-ignore-eos)" if last.status == 400 and load.ignore_eos else ""
+    if "context" in (last.message or "").lower():  # the prompt is too long: ignore_eos is not to blame
+        hint = ""
     raise BackendUnavailableError(f"{target.url} served no warm-up request: {last.error}, "
                                   f"{report.printable(last.message or '')}{hint}")
 

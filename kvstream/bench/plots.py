@@ -20,7 +20,7 @@ def check_available() -> None:
     try:
         import matplotlib  # noqa: F401
     except ImportError as error:
-        raise ConfigError("--plot needs matplotlib: pip install 'kvstream[plots]'") from error
+        raise ConfigError("--plot needs matplotlib: pip install matplotlib") from error
 
 
 def write_plot(result: Result, file: Path) -> None:

@@ -92,7 +92,7 @@ def find_server(spec: EmbeddedSpec) -> FoundServer:
     if importlib.util.find_spec("xllamacpp") is not None:
         return FoundServer("xllamacpp")
     raise EmbeddedError(
-        "there is no llama.cpp server to run the model: run `pip install 'kvstream[embedded]'`,"
+        "there is no llama.cpp server to run the model: run `pip install '.[embedded]'` in KVStream's folder,"
         " or put llama-server on PATH, or name it with --llama-server"
     )
 

@@ -418,7 +418,7 @@ async def test_missing_servers(tmp_path: Path, gguf: Path, monkeypatch: pytest.M
     plain.write_text("x", encoding="utf-8")
     assert "is not executable" in await refusal(EmbeddedSpec(gguf, llama_server=str(plain)))
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    assert "pip install 'kvstream[embedded]'" in await refusal(EmbeddedSpec(gguf, state_dir=tmp_path / "s"))
+    assert "pip install '.[embedded]'" in await refusal(EmbeddedSpec(gguf, state_dir=tmp_path / "s"))
 
 
 async def test_a_binary_that_cannot_run_is_one_clear_error(tmp_path: Path, gguf: Path) -> None:
