@@ -123,16 +123,18 @@ class Coalescer:
 
     def _leave(self, flight: Flight, reader: Subscription, name: str) -> None:
         """The engine books one request per call. It stands for the reader that leaves last; all others are booked
-        here."""
+        here. Its log line, the one with figures, is the leader's; each follower has one here."""
         flight.drop(reader)
         flight.left += 1
         if not flight.readers:
             self._close_boarding(flight)  # at once: its task ends only in its next turn
-        if flight.source is None or flight.left == flight.joined:
+        if flight.source is None:
             return  # not held: the proxy books that itself
         outcome = outcome_of_reader(reader)
-        self._metrics.shared(reader.request.route, outcome)
-        log_shared(name, reader.request.route, outcome, source=flight.name)
+        if flight.left < flight.joined:
+            self._metrics.shared(reader.request.route, outcome)
+        if name != flight.name:
+            log_shared(name, reader.request.route, outcome, source=flight.name)
 
     @asynccontextmanager
     async def _replayed(self, kept: Replay, name: str) -> AsyncIterator[None]:

@@ -58,6 +58,24 @@ async def test_sixteen_identical_requests_are_one_call(autojump_clock: Any) -> N
         assert after.status == 200 and len(lane.runtime.journal.calls) == 2  # nothing was kept
 
 
+@pytest.mark.parametrize("leaves", [False, True])
+async def test_each_has_one_log_line_and_the_leaders_has_the_figures(
+        autojump_clock: Any, caplog: pytest.LogCaptureFixture, leaves: bool) -> None:
+    caplog.set_level("INFO", logger="kvstream.request")
+    async with open_lane(knobs={"answer_tokens": 100}) as lane:
+        calls = [lane.start(chat(**COLD)) for _ in range(3)]
+        await until(lambda: all(call.writes for call in calls))
+        leader = next(call for call in calls if call.headers["x-kvstream-coalesced"] == "leader")
+        if leaves:
+            leader.leave()
+        await over(*calls)
+        await all_idle(lane)
+    lines = [record.fields for record in caplog.records if record.name == "kvstream.request"]  # type: ignore[attr-defined]
+    assert len({line["id"] for line in lines}) == len(lines) == 3
+    (whole,) = [line for line in lines if "from" not in line]
+    assert whole["answer_tokens"] == 100 and {line["from"] for line in lines if line is not whole} == {whole["id"]}
+
+
 async def test_sixteen_over_the_wire_are_one_call() -> None:
     async with open_rig(knobs={"slots": 2}) as rig:
         responses = [await rig.send(chat(**COLD)) for _ in range(16)]
