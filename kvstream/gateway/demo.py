@@ -27,7 +27,9 @@ from attrs import define, frozen
 
 from ..adapters.base import Delta, Failed, HttpCall, ProxyRequest, Usage, UsageNumbers
 from ..adapters.openai import OpenAIBackend
-from ..errors import BackendError, BackendTimeoutError, EmbeddedError, PortInUseError
+from ..config import AuthConfig
+from ..errors import BackendError, BackendTimeoutError, ConfigError, EmbeddedError, PortInUseError
+from .access import is_loopback
 from .connections import open_sockets
 from .embedded import Died, EmbeddedEvent, Launched, Loading, Restarting, Up, describe_event
 from .embedded_find import free_port
@@ -68,20 +70,22 @@ def find_model() -> Path:
 def prepare(loaded: Loaded) -> tuple[Loaded, str]:
     """The configuration of the demo, and what to tell about it: the model, unless one is configured, and a free port
     where the configured one is taken. An error of that choice is better seen here than after the model is loaded."""
-    config = loaded.config
-    note = ""
-    server = config.server
+    config, server, note = loaded.config, loaded.config.server, ""
     try:
         for sock in open_sockets(server.host, server.port):
             sock.close()
     except PortInUseError:
         server = attrs.evolve(server, port=free_port())
         note = f"Port {config.server.port} is taken, so the demo listens on {server.port}."
+    if config.auth != AuthConfig():  # its chat has no key, nor has what it suggests to try
+        if not is_loopback(server.host):
+            raise ConfigError("[auth]: the demo has no key. Give another folder or --config, or bind to 127.0.0.1")
+        note += "\n" * bool(note) + "The demo needs no key: [auth] is left out, and only this machine reaches it."
     embedded = config.embedded
     if not embedded.model:
         embedded = attrs.evolve(embedded, model=str(find_model()))
     backend = attrs.evolve(config.backend, type="llamacpp", base_url="", model="")
-    config = attrs.evolve(config.of_backend(backend), server=server, embedded=embedded)
+    config = attrs.evolve(config.of_backend(backend), server=server, embedded=embedded, auth=AuthConfig())
     return attrs.evolve(loaded, config=config, again=None), note
 
 

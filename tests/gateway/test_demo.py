@@ -21,8 +21,8 @@ import trio
 from rich.console import Console
 
 from kvstream.adapters.base import UsageNumbers
-from kvstream.config import Config, Loaded
-from kvstream.errors import BackendError, EmbeddedError
+from kvstream.config import AuthConfig, Config, Loaded
+from kvstream.errors import BackendError, ConfigError, EmbeddedError
 from kvstream.gateway import demo
 from kvstream.gateway.embedded import Died, Launched, Loading, Restarting, Up
 from kvstream.gateway.embedded_find import free_port
@@ -167,6 +167,17 @@ def test_a_configured_model_and_a_free_port_are_kept() -> None:
     made, note = demo.prepare(Loaded.of(config))
     assert note == "" and made.config.server == config.server and made.config.embedded == config.embedded
     assert (made.config.backend.type, made.config.backend.base_url) == ("llamacpp", "")
+
+
+def test_keys_of_the_folder_are_left_out_where_only_this_machine_comes_in() -> None:
+    default = Config()
+    config = attrs.evolve(
+        default, server=attrs.evolve(default.server, port=free_port()), auth=AuthConfig(keys=("secret",)),
+        embedded=attrs.evolve(default.embedded, model="/m/mine.gguf"))
+    made, note = demo.prepare(Loaded.of(config))
+    assert made.config.auth == AuthConfig() and "[auth] is left out" in note
+    with pytest.raises(ConfigError, match="bind to"):
+        demo.prepare(Loaded.of(attrs.evolve(config, server=attrs.evolve(config.server, host="0.0.0.0"))))
 
 
 # --- the chat ---------------------------------------------------------------------------------------------------------
