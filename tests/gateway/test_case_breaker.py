@@ -51,6 +51,25 @@ async def test_case_42_five_faults_open_it_and_one_trial_closes_it(autojump_cloc
         assert lane.runtime.in_flight_max == 4 and lane.idle()
 
 
+async def test_case_42_it_outlasts_a_runtime_at_work_for_a_client_it_cannot_hear(autojump_clock: Any) -> None:
+    """``non_stream = "pass"``, one slot, an answer without a bound: the runtime works on until its context is full."""
+    async with open_lane(knobs={"slots": 1, "n_ctx": 2048, "decode_rate": 20.0, "answer_tokens": None},
+                         upstream={"non_stream": "pass", "first_event_s": 5.0, "slot_idle_s_max": 3.0,
+                                   "breaker_faults": 2, "breaker_open_s": 1.0}) as lane:
+        first = lane.start(chat("for nobody", stream=False))
+        await trio.sleep(1.0)
+        first.leave()
+        unheard = lane.runtime.journal.calls[0]
+        while (await lane.status())["breaker"]["opened"] < 3:
+            assert (await lane.post(chat("who waits", stream=False, max_tokens=3))).status == 504
+        await lane.runtime.journal.until(lambda j: unheard.ended_at is not None)
+        assert unheard.closed_at is not None and unheard.ended_at - unheard.closed_at > 90.0
+        assert (await lane.status())["breaker"]["why"] == "backend_timeout" and await circuit(lane) != "closed"
+        assert (await lane.post(chat("after all", stream=False, max_tokens=3))).status == 200
+        assert trio.current_time() - unheard.ended_at < 10.0, "when it can serve it does, without a restart"
+        assert await circuit(lane) == "closed" and not lane.runtime.engine.in_flight and lane.idle()
+
+
 async def test_case_42_a_failed_trial_opens_it_again_for_longer(autojump_clock: Any) -> None:
     async with open_lane() as lane:
         await break_it(lane)
