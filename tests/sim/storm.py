@@ -521,6 +521,8 @@ async def calm(world: World) -> None:
                 await trio.sleep(1.0)
         while not all(is_idle(lane.engine) for lane in world.gateway.lanes.all) or world.gateway.lanes.retiring:
             await trio.sleep(0.5)
+        states = {lane.name: lane.engine.guard.circuit.value for lane in world.gateway.lanes.all}
+        assert set(states.values()) == {"closed"}, states
         settled = True
         nursery.cancel_scope.cancel()
     if not settled:
