@@ -180,6 +180,9 @@ def _machine_of(one: Found, facts: Facts) -> Machine:
 def _config_findings(question: Question) -> Iterator[Advice]:
     for problem in question.config_problems:
         yield Advice("problem", f"Configuration: {problem}", "kvstream check-config --template shows every key")
+    if question.config_problems and question.url is None:
+        yield Advice("note", "Since the configuration is wrong, only the usual ports were looked at.",
+                     "--url looks at a server elsewhere")
     for warning in question.warnings:
         yield Advice("warning", f"Configuration: {warning}")
 

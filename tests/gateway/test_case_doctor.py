@@ -176,8 +176,13 @@ async def test_too_few_files(files: int | None, warned: bool) -> None:
 
 
 async def test_a_wrong_configuration_is_exit_code_2() -> None:
-    question = Question(None, ("server.port: must be at most 65535",), ("KVSTREAM_PORT sets nothing",), facts=facts())
-    report = await examine(question)
+    wrong = ("server.port: must be at most 65535",)
+    async with open_runtime() as runtime, open_server(runtime) as server:
+        question = Question(None, wrong, ("KVSTREAM_PORT sets nothing",), facts=facts(server.port))
+        report = await examine(question)
+        assert [one.url for one in report.servers] == [server.base_url] and "--url" in texts(report, "note")
+        named = await examine(attrs.evolve(question, url=server.base_url))
+        assert named.exit_code == 2 and "--url" not in texts(named, "note")
     assert report.exit_code == 2 and "server.port" in texts(report, "problem")
     assert "KVSTREAM_PORT" in texts(report, "warning")
 
