@@ -318,9 +318,9 @@ def fake() -> Iterator[Fake]:
         thread.join()
 
 
-def rendered(snapshot: Any) -> str:
+def rendered(snapshot: Any, width: int = 120) -> str:
     out = io.StringIO()
-    Console(file=out, width=120, highlight=False).print(statusview.render(snapshot))
+    Console(file=out, width=width, highlight=False).print(statusview.render(snapshot))
     return out.getvalue()
 
 
@@ -341,6 +341,25 @@ def test_status_shows_what_matters() -> None:
     assert "promised is part of free and cached" in text and "host" not in text.replace("127.0.0.1", "")
     assert "req-19" in text and "req-20" not in text and "... and 280 more" in text
     assert "admitted 12, refused 1" in text and "3 nodes, 48 tokens" in text and "up (slow)" in text and "1.3" in text
+
+
+def test_rows_can_be_told_apart_on_a_narrow_terminal() -> None:
+    ids = [f"kvs-0123456789{n:02}" for n in range(3)]
+    running = [{"id": name, "phase": "answering", "state": "draining", "age_s": 12.5, "tokens": 12345, "produced": 512,
+                "pages": 999, "cached": 12000, "counted": "estimate", "priority": "normal"} for name in ids]
+    waiting = [{"position": 1, "id": name, "age_s": 12.5, "tokens": 12345, "counted": "estimate", "priority": "normal",
+                "why": "its turn has not come"} for name in ids]
+    snapshot = {"running": running, "queue": {"requests": waiting}}
+    for width in (80, 100):
+        text = rendered(snapshot, width)
+        assert all(text.count(name) == 2 for name in ids) and "\N{HORIZONTAL ELLIPSIS}" not in text
+        assert max(map(len, text.splitlines())) <= width and "produced" in text and "why" in text
+    assert all(column in rendered(snapshot, 140) for column in running[0])
+
+
+def test_shared_answers_are_counted_once_there_are_some() -> None:
+    assert "sharing" not in rendered({**SNAPSHOT, "sharing": {"coalesced": 0, "cached": 0}})
+    assert "sharing   coalesced 3\n" in rendered({**SNAPSHOT, "sharing": {"coalesced": 3, "cached": 0}})
 
 
 def test_the_host_tier_is_shown_once_it_is_used() -> None:

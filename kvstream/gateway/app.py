@@ -222,7 +222,8 @@ def build_quart(router: Router, metrics: Metrics, extra_status: Callable[[], Map
 
     @app.get("/status")
     async def status() -> Response:
-        return reply(status_json(router.lanes, trio.current_time()) | dict(extra_status()))
+        shared = {"sharing": metrics.sharing()}
+        return reply(status_json(router.lanes, trio.current_time()) | shared | dict(extra_status()))
 
     @app.get("/metrics")
     async def exposition() -> Response:

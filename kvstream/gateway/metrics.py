@@ -140,6 +140,13 @@ class Metrics:
         """Book a request that had no call of its own: one of several with one answer, or one from the cache."""
         self.requests.labels(route, outcome).inc()
 
+    def sharing(self) -> dict[str, int]:
+        """How many requests had no call of their own so far, for ``/status``."""
+        def count(counter: Counter) -> int:
+            return sum(int(s.value) for m in counter.collect() for s in m.samples if s.name.endswith("_total"))
+
+        return {"coalesced": count(self.coalesced), "cached": count(self.cached.labels("hit"))}
+
     def _tokens(self, stream: Stream, route: str) -> None:
         usage = stream.usage
         if stream.answered:

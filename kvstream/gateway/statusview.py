@@ -14,7 +14,9 @@ from typing import Any
 
 import click
 import httpx
-from rich.console import Console, Group, RenderableType
+from attrs import frozen
+from rich.cells import cell_len
+from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
 from rich.live import Live
 from rich.table import Table
 from rich.text import Text
@@ -29,6 +31,7 @@ MODELS_MAX = 4  # of a backend
 ROWS_MAX = 20  # of the queue and of the running requests; a terminal is not a log
 WAITING_COLUMNS = ("position", "id", "age_s", "tokens", "counted", "priority", "why")
 RUNNING_COLUMNS = ("id", "phase", "state", "age_s", "tokens", "produced", "pages", "cached", "counted", "priority")
+FIRST_TO_GO = ("counted", "priority", "cached", "pages", "state")  # where a terminal is too narrow for all
 PAGE_COLUMNS = ("total", "free", "held", "cached", "promised", "overdrawn")
 PAGES_READ = "cached is part of held; promised is part of free and cached"  # a row of numbers asks to be summed
 
@@ -167,7 +170,7 @@ def render(snapshot: Mapping[str, Any]) -> RenderableType:
     lanes = [lane for lane in _list(snapshot, "lanes") if isinstance(lane, dict)]
     troubles = _config_troubles(_table(snapshot, "config"))
     if len(lanes) < 2:
-        return Group(_headline(snapshot), *troubles, *_lane_parts(snapshot))
+        return Group(_headline(snapshot), *troubles, *_lane_parts(snapshot), *_sharing(snapshot))
     parts: list[RenderableType] = [Text.assemble(("KVStream ", "bold"), _n(snapshot, "version")), *troubles,
                                      _overview(lanes)]
     for lane in lanes:
@@ -176,7 +179,14 @@ def render(snapshot: Mapping[str, Any]) -> RenderableType:
         if detail:
             title.append(f" ({_plain(detail)})", style="yellow")
         parts += [title, *_lane_parts(lane)]
-    return Group(*parts)
+    return Group(*parts, *_sharing(snapshot))
+
+
+def _sharing(snapshot: Mapping[str, Any]) -> list[RenderableType]:
+    """Requests without a call of their own, over all lanes; nothing while there were none."""
+    counts = {name: count for name, count in _table(snapshot, "sharing").items() if count}
+    told = ", ".join(f"{_plain(name)} {_plain(count)}" for name, count in counts.items())
+    return [Text(f"sharing   {told}")] if told else []
 
 
 def _config_troubles(config: Mapping[str, Any]) -> list[RenderableType]:
@@ -292,13 +302,32 @@ def _rows(title: str, rows: Sequence[Any], columns: tuple[str, ...], total: Any)
     present = [column for column in columns if any(column in row for row in shown)]
     if not present:
         return []
-    table = Table(title=title, title_justify="left")
-    for column in present:
-        table.add_column(column, justify="right")
-    for row in shown:
-        table.add_row(*(Text(_n(row, column)) for column in present))
     more = max(len(rows), total if isinstance(total, int) else 0) - len(shown)
+    table = _Requests(title, present, shown)
     return [table, Text(f"... and {more} more")] if more > 0 else [table]
+
+
+@frozen
+class _Requests:
+    """Requests in the width there is: columns go before an id is cut, by which rows are told apart."""
+
+    title: str
+    columns: Sequence[str]
+    rows: Sequence[Mapping[str, Any]]
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        cells = {column: [_n(row, column) for row in self.rows] for column in self.columns}
+        widths = {column: max(map(cell_len, (column, *cells[column]))) + 3 for column in self.columns}  # and borders
+        for column in FIRST_TO_GO:
+            if sum(widths[kept] for kept in cells) < options.max_width:
+                break
+            cells.pop(column, None)
+        table = Table(title=self.title, title_justify="left")
+        for column in cells:
+            table.add_column(column, justify="right", overflow="fold")
+        for row in zip(*cells.values(), strict=True):
+            table.add_row(*map(Text, row))
+        yield table
 
 
 def _table(of: Mapping[str, Any], name: str) -> Mapping[str, Any]:

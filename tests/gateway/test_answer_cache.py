@@ -39,6 +39,7 @@ async def test_a_kept_answer_is_the_one_that_was(autojump_clock: Any) -> None:
         assert len(lane.runtime.journal.calls) == 1
         assert metric(lane.metrics, "kvstream_response_cache_total", result="hit") == 3
         assert metric(lane.metrics, "kvstream_response_cache_total", result="miss") == 1
+        assert (await lane.status())["sharing"] == {"coalesced": 0, "cached": 3}
         assert metric(lane.metrics, "kvstream_requests_total", route=CHAT, outcome="served") == 4
         assert metric(lane.metrics, "kvstream_response_cache_bytes") > 0
         assert lane.idle()
