@@ -85,14 +85,22 @@ def _foundry(replies: Replies) -> Iterator[ModelRow]:
 
 
 def _plain(replies: Replies) -> Iterator[ModelRow]:
-    for row in rows_of(replies.get(MODELS)) or ():
+    """An alias that a KVStream lists (``alias_of``) is told beside its model, or by itself where that is not listed."""
+    rows = list(rows_of(replies.get(MODELS)) or ())
+    listed = {_words(row.get("id")) for row in rows if not _words(row.get("alias_of"))}
+    folded = [row for row in rows if _words(row.get("alias_of")) and row["alias_of"] in listed]
+    for row in rows:
+        if row in folded:
+            continue
         context = _count(row.get("max_model_len")) or _count(row.get("context_length"))
         meta, status = row.get("meta"), row.get("status")
         if context is None and isinstance(meta, Mapping):
             context = _count(meta.get("n_ctx"))
         state = _words(status.get("value")) if isinstance(status, Mapping) else _words(row.get("state"))
         loaded = "loaded" if row.get("owned_by") in ("vllm", "llamacpp") and not state else state
-        yield ModelRow(_words(row.get("id")), context, loaded, _aliases(row))
+        name = _words(row.get("id"))
+        also = [_words(other.get("id")) for other in folded if other["alias_of"] == name]
+        yield ModelRow(name, context, loaded, tuple(dict.fromkeys([*_aliases(row), *also])))
 
 
 def _aliases(row: Mapping[str, Any]) -> tuple[str, ...]:

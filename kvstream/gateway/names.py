@@ -69,12 +69,12 @@ def target_of(asked: str, names: Names, listed: Sequence[str]) -> str | None:
 
 
 def listing_of(names: Names, known: ModelList | None) -> list[dict[str, Any]]:
-    """The entries that clients are shown of a backend: its models, then its aliases."""
+    """The entries that clients are shown of a backend: its models, then its aliases with their ``alias_of``."""
     entries = {row["id"]: dict(row) for row in (known.entries if known else ())}
     if names.models:
         entries = {name: entries.get(name) or _entry(name) for name in names.models}
     for alias, model in names.aliases.items():
-        entries[alias] = {**(entries.get(model) or _entry(model)), "id": alias}
+        entries[alias] = {**(entries.get(model) or _entry(model)), "id": alias, "alias_of": model}
         entries[alias].pop("aliases", None)
     return list(entries.values())
 

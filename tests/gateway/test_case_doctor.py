@@ -26,6 +26,7 @@ from kvstream.gateway.isolation import calls_total, judge, seen, try_isolation
 from tests.fakes import open_runtime
 from tests.fakes.server import open_server
 from tests.gateway.conftest import chat, open_rig
+from tests.gateway.several import open_rigs
 
 BILLING = "x-anthropic-billing-header: cch={}; " + "Keep to the rules of the house. " * 20
 
@@ -257,6 +258,14 @@ async def test_models_of_a_running_kvstream_else_of_the_runtimes() -> None:
         assert group.url == rig.gateway.url
     with pytest.raises(BackendUnavailableError, match="kvstream demo"):
         await list_models(ask())
+
+
+async def test_an_alias_stands_beside_its_model() -> None:
+    async with open_rigs({"type": "openai", "knobs": {"model": "qwen3"}, "aliases": ("gpt-4o=qwen3", "x=gone")}) as rig:
+        question = ask(url=rig.gateway.url)
+        (group,) = await list_models(question)
+        assert [(row.name, row.aliases) for row in group.models] == [("qwen3", ("gpt-4o",)), ("x", ())]
+        assert [row.name for row in (await examine(question)).servers[0].models] == ["qwen3", "x"]
 
 
 async def test_models_of_a_kvstream_that_wants_a_key() -> None:

@@ -186,7 +186,7 @@ def test_configured_models_stand_for_the_list() -> None:
     assert known is not None and known.names == ("m", "hidden")
     assert target_of("hidden", names, known.names) is None
     assert [(e["id"], e["owned_by"]) for e in listing_of(names, known)] == [("m", "x"), ("n", "x")]
-    assert [e["id"] for e in listing_of(names, None)] == ["m", "n"]
+    assert [(e["id"], e.get("alias_of")) for e in listing_of(names, None)] == [("m", None), ("n", "m")]
 
 
 @pytest.mark.parametrize("answer", [None, [], {}, {"data": {}}, {"data": 1}])
