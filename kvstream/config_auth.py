@@ -35,7 +35,10 @@ FILE_BYTES_MAX = 2**20
 PRIORITIES = ("high", "normal", "low")
 _FIELDS = frozenset({"name", "key", "sha256", "priority", "share", "rate"})
 _NAME = re.compile(r"[A-Za-z0-9._-]{1,64}")
+_LONG_QUOTES = ('"""', "'''")
 _HEADER = re.compile(r"[ \t]*\[\[[ \t]*key[ \t]*\]\]")
+
+_Wrong = tuple[str, str]  # the field, or "" where none is at fault, and what is wrong
 
 
 @frozen
@@ -93,7 +96,7 @@ def read_keys_file(path: Path) -> tuple[ClientKey, ...]:
         raise ConfigError(f"{path}: has no [[key]]; nobody could use the gateway")
     if len(entries) > KEYS_MAX:
         raise ConfigError(f"{path}: has {len(entries)} keys; {KEYS_MAX} are the most")
-    return _checked(path, entries, _lines(text, len(entries)))
+    return _checked(path, entries, _blocks(text, len(entries)))
 
 
 def _read(path: Path) -> str:
@@ -110,25 +113,44 @@ def _read(path: Path) -> str:
         raise ConfigError(f"{path}: line {raw[: error.start].count(10) + 1}: is not UTF-8") from error
 
 
-def _lines(text: str, count: int) -> list[int | None]:
-    """The line of each ``[[key]]``; unknown when a string of several lines hides or feigns one."""
-    found: list[int | None] = [n for n, line in enumerate(text.split("\n"), 1) if _HEADER.match(line)]
-    return found if len(found) == count else [None] * count
+@frozen
+class _Block:
+    """The lines of one ``[[key]]``. ``first`` is the number of that line, None where it is not known."""
+
+    first: int | None = None
+    lines: tuple[str, ...] = ()
+
+    def line_of(self, name: str) -> int | None:
+        """Where the field stands; that of the ``[[key]]`` where it is not seen."""
+        if self.first is None or any(quotes in line for line in self.lines for quotes in _LONG_QUOTES):
+            return self.first
+        field_at = re.compile(rf"""[ \t]*["']?{re.escape(name)}["']?[ \t]*=""")
+        return next((n for n, line in enumerate(self.lines, self.first) if name and field_at.match(line)), self.first)
 
 
-def _checked(path: Path, entries: list[dict[str, Any]], lines: list[int | None]) -> tuple[ClientKey, ...]:
+def _blocks(text: str, count: int) -> list[_Block]:
+    """The lines of each ``[[key]]``; unknown when a string of several lines hides or feigns one."""
+    lines = text.split("\n")
+    heads = [n for n, line in enumerate(lines) if _HEADER.match(line)]
+    if len(heads) != count:
+        return [_Block()] * count
+    return [_Block(head + 1, tuple(lines[head:end])) for head, end in zip(heads, [*heads[1:], None], strict=True)]
+
+
+def _checked(path: Path, entries: list[dict[str, Any]], blocks: list[_Block]) -> tuple[ClientKey, ...]:
     problems: list[str] = []
     found: list[ClientKey] = []
     names: set[str] = set()
     digests: set[bytes] = set()
-    for number, (entry, line) in enumerate(zip(entries, lines, strict=True), 1):
-        where = f"{path}: line {line}" if line else f"{path}: key {number}"
+    for number, (entry, block) in enumerate(zip(entries, blocks, strict=True), 1):
         wrong, client = _one(entry)
         if client is not None and client.name in names:
-            wrong.append(f"the name {client.name} is taken by another key")
+            wrong.append(("name", f"the name {client.name} is taken by another key"))
         if client is not None and client.digest in digests:
-            wrong.append("the same key as another one")
-        problems.extend(f"{where}: {text}" for text in wrong)
+            wrong.append(("key" if "key" in entry else "sha256", "the same key as another one"))
+        for name, text in wrong:
+            line = block.line_of(name)
+            problems.append(f"{path}: line {line}: {text}" if line else f"{path}: key {number}: {text}")
         if client is not None:
             found.append(client)
             names.add(client.name)
@@ -138,20 +160,21 @@ def _checked(path: Path, entries: list[dict[str, Any]], lines: list[int | None])
     return tuple(found)
 
 
-def _one(entry: Mapping[str, Any]) -> tuple[list[str], ClientKey | None]:
+def _one(entry: Mapping[str, Any]) -> tuple[list[_Wrong], ClientKey | None]:
     """(problems, the key as far as it has a name and a digest). No message shows a secret."""
-    wrong = [f"unknown field {name}; a key has {', '.join(sorted(_FIELDS))}" for name in sorted(entry.keys() - _FIELDS)]
+    wrong = [(name, f"unknown field {name}; a key has {', '.join(sorted(_FIELDS))}")
+             for name in sorted(entry.keys() - _FIELDS)]
     name, priority = entry.get("name"), entry.get("priority", "normal")
     share, rate = entry.get("share", 1.0), entry.get("rate", 0)
     if not isinstance(name, str) or not _NAME.fullmatch(name):
-        wrong.append("name must be 1 to 64 letters, digits, dots, dashes or underscores")
+        wrong.append(("name", "name must be 1 to 64 letters, digits, dots, dashes or underscores"))
     if priority not in PRIORITIES:
-        wrong.append(f"priority must be {one_of(PRIORITIES)}" + (
-            f", not {as_toml(priority)[:40]}" if isinstance(priority, str) else ""))
+        wrong.append(("priority", f"priority must be {one_of(PRIORITIES)}" + (
+            f", not {as_toml(priority)[:40]}" if isinstance(priority, str) else "")))
     if not _number(share) or not 0.001 <= share <= 1000:
-        wrong.append("share must be a number from 0.001 to 1000")
+        wrong.append(("share", "share must be a number from 0.001 to 1000"))
     if not _number(rate) or not 0 <= rate <= 1e6:
-        wrong.append("rate must be a number of requests per minute from 0 (no limit) to 1000000")
+        wrong.append(("rate", "rate must be a number of requests per minute from 0 (no limit) to 1000000"))
     digest = _digest(entry, wrong)
     if wrong or digest is None:
         return wrong, None
@@ -163,17 +186,18 @@ def _number(value: Any) -> bool:
     return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
 
 
-def _digest(entry: Mapping[str, Any], wrong: list[str]) -> bytes | None:
+def _digest(entry: Mapping[str, Any], wrong: list[_Wrong]) -> bytes | None:
     secret, digest = entry.get("key"), entry.get("sha256")
     if (secret is None) == (digest is None):
-        wrong.append("needs key or sha256" if secret is None else "has both key and sha256; only one of them is wanted")
+        wrong.append(("", "needs key or sha256") if secret is None else (
+            "sha256", "has both key and sha256; only one of them is wanted"))
         return None
     if digest is not None:
         if isinstance(digest, str) and re.fullmatch(r"[0-9a-fA-F]{64}", digest):
             return bytes.fromhex(digest)
-        wrong.append("sha256 must be 64 hexadecimal digits")
+        wrong.append(("sha256", "sha256 must be 64 hexadecimal digits"))
         return None
     if (not isinstance(secret, str) or not 1 <= len(secret) <= KEY_CHARS_MAX or " " in secret or header_safe(secret)):
-        wrong.append(f"key must be 1 to {KEY_CHARS_MAX} characters of printable ASCII without blanks")
+        wrong.append(("key", f"key must be 1 to {KEY_CHARS_MAX} characters of printable ASCII without blanks"))
         return None
     return hashlib.sha256(secret.encode()).digest()
