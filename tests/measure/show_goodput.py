@@ -1,6 +1,6 @@
 """Sixty-four clients on four slots, short and long requests: who is served in time, directly and through KVStream?
 
-    python tests/measure/show_goodput.py [--seconds 60] [--rounds 2] [--clients 64] [--slo BOUNDS] [--json FILE]
+    python tests/measure/show_goodput.py [--seconds 60] [--rounds 1] [--clients 64] [--slo BOUNDS] [--json FILE]
 
 One real llama.cpp server; in front of it one KVStream that serves first come first (its default) and one that serves
 the least work first. One run of `kvstream bench` measures all three: they take turns, ``--seconds`` in each round. The
@@ -20,8 +20,8 @@ from figures import Page
 from processes import environment, kvstream, llama, workplace
 
 SLOTS, CONTEXT = 4, 2048
-MIX = "short:0.75:96:16,long:0.25:1400:64"
-SLO = "ttft:10s,tpot:500ms"
+MIX = "short:0.8:48:16,long:0.2:500:32"
+SLO = "ttft:20s,tpot:500ms"
 LABELS = ("direct", "kvstream fcfs", "kvstream sjf")
 SJF = {"KVSTREAM_SCHEDULER__PRIORITY": "sjf"}
 
@@ -48,11 +48,11 @@ def bench(urls: list[str], args: argparse.Namespace, folder: Path) -> dict[str, 
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Goodput under overload.")
     parser.add_argument("--seconds", type=float, default=60.0, help="of each target in each round")
-    parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument("--rounds", type=int, default=1)
     parser.add_argument("--clients", type=int, default=64)
     parser.add_argument("--mix", default=MIX)
     parser.add_argument("--slo", default=SLO)
-    parser.add_argument("--timeout", type=float, default=300.0)
+    parser.add_argument("--timeout", type=float, default=150.0)
     parser.add_argument("--plot", type=Path, metavar="FILE.png")
     parser.add_argument("--json", type=Path, metavar="FILE")
     return parser.parse_args()

@@ -1,6 +1,6 @@
 """Three streams decode while a long prompt joins, and then a second one: how long do the three stand still?
 
-    python tests/measure/show_joining.py [--repeats 3] [--prompt 1900] [--json FILE]
+    python tests/measure/show_joining.py [--repeats 1] [--prompt 1900] [--json FILE]
 
 The real llama.cpp server, three ways: as it comes (batches of 2048), with `-b 512`, and as `kvstream serve --model`
 starts it, with KVStream in front. Each repeat starts each of them anew, in turn. The first long prompt is sent when
@@ -132,7 +132,7 @@ def print_rows(page: Page, rows: Sequence[dict[str, Any]]) -> None:
 
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Long prompts that join running streams.")
-    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--repeats", type=int, default=1)
     parser.add_argument("--prompt", type=int, default=1900, help="tokens of each joining prompt")
     parser.add_argument("--apart", type=float, default=1.0, help="seconds between the two")
     parser.add_argument("--json", type=Path, metavar="FILE")
