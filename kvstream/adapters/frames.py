@@ -11,7 +11,7 @@ from typing import Any
 
 from attrs import frozen
 
-from .base import Failed, Ping, UpstreamEvent
+from .base import Delta, Done, Failed, Ping, UpstreamEvent
 from .chunks import parse_json
 from .failure import error_in, failed_frame
 from .framing import EVENT_BYTES_MAX, SseFrame, SseSplitter
@@ -67,6 +67,37 @@ class FrameDecoder:
             self.closed = True
             events.append(self.ended())
         return events
+
+
+class DataDecoder(FrameDecoder):
+    """A stream of objects without names: OpenAI's chunks and llama.cpp's own."""
+
+    @property
+    def finished(self) -> bool:
+        """Whether all of the answer that was seen came to its end."""
+        raise NotImplementedError
+
+    def read_object(self, raw: bytes, data: dict[str, Any], events: list[UpstreamEvent]) -> None:
+        """Add the events of one object."""
+        raise NotImplementedError
+
+    def read(self, frame: SseFrame, events: list[UpstreamEvent]) -> None:
+        text = frame.data.strip() if frame.data is not None else b""
+        if not text or frame.event == b"ping":
+            events.append(Ping())
+            return
+        if text == b"[DONE]":
+            self.closed = True
+            events.append(Done(frame.raw, unfinished=not self.finished))
+            return
+        data = parse_json(text)
+        if frame.event == b"error" or error_in(data) is not None:
+            self.closed = True
+            events.append(failed_frame(data if data is not None else text.decode("utf-8", "replace"), frame.raw))
+        elif isinstance(data, dict):
+            self.read_object(frame.raw, data, events)
+        else:
+            events.append(Delta(frame.raw, data))
 
 
 class NamedDecoder(FrameDecoder):

@@ -13,14 +13,13 @@ from typing import Any
 from attrs import define, field
 
 from .base import Delta, Done, Finished, Ping, Progress, UpstreamEvent, Usage, UsageNumbers
-from .chunks import as_count, parse_json, usage_numbers
-from .failure import error_in, failed_frame
-from .frames import TRUNCATED, FrameDecoder, StreamPlan
+from .chunks import as_count, usage_numbers
+from .frames import TRUNCATED, DataDecoder, StreamPlan
 from .framing import SseFrame
 from .whole import frame_of
 
 
-class NativeDecoder(FrameDecoder):
+class NativeDecoder(DataDecoder):
     """Events of a stream."""
 
     def __init__(self, plan: StreamPlan) -> None:
@@ -29,31 +28,20 @@ class NativeDecoder(FrameDecoder):
         self._ended: set[int] = set()
         self._counts: dict[int, UsageNumbers] = {}
 
+    @property
+    def finished(self) -> bool:
+        return bool(self._ended) and self._seen <= self._ended
+
     def ended(self) -> UpstreamEvent:
-        return Done(b"") if self._ended and self._seen <= self._ended else TRUNCATED
+        return Done(b"") if self.finished else TRUNCATED
 
     def read(self, frame: SseFrame, events: list[UpstreamEvent]) -> None:
-        text = frame.data.strip() if frame.data is not None else b""
-        if not text or frame.event == b"ping":
-            events.append(Ping())
-            return
-        if text == b"null":  # before the first token, when several prompts were sent
-            events.append(Ping(frame.raw))
-            return
-        if text == b"[DONE]":
-            self.closed = True
-            events.append(Done(frame.raw, unfinished=not (self._ended and self._seen <= self._ended)))
-            return
-        data = parse_json(text)
-        if frame.event == b"error" or error_in(data) is not None:
-            self.closed = True
-            events.append(failed_frame(data if data is not None else text.decode("utf-8", "replace"), frame.raw))
-        elif isinstance(data, dict):
-            self._read_object(frame.raw, data, events)
+        if frame.event != b"ping" and frame.data is not None and frame.data.strip() == b"null":
+            events.append(Ping(frame.raw))  # before the first token, when several prompts were sent
         else:
-            events.append(Delta(frame.raw, data))
+            super().read(frame, events)
 
-    def _read_object(self, raw: bytes, data: dict[str, Any], events: list[UpstreamEvent]) -> None:
+    def read_object(self, raw: bytes, data: dict[str, Any], events: list[UpstreamEvent]) -> None:
         index = as_count(data.get("index"))
         self._seen.add(index)
         progress = data.get("prompt_progress")

@@ -9,38 +9,22 @@ from collections.abc import Mapping
 from typing import Any
 
 from .base import Delta, Done, Failed, Finished, ProxyRequest, UpstreamEvent, Usage, UsageNumbers
-from .chunks import as_count, parse_json
-from .failure import error_in, failed_frame
+from .chunks import as_count
 from .framing import EVENT_BYTES_MAX
 from .ollama_request import EMBEDDINGS
+from .whole import HeldBody
 
 
-class EmbeddingDecoder:
+class EmbeddingDecoder(HeldBody):
     """The whole answer is one delta: ``raw`` is what the client gets."""
 
     def __init__(self, request: ProxyRequest, bytes_max: int = EVENT_BYTES_MAX) -> None:
+        super().__init__(bytes_max)
         self._translated = request.route == EMBEDDINGS
         self._model = request.model
         self._packed = request.view.get("encoding_format") == "base64"
-        self._bytes_max = bytes_max
-        self._held: bytearray | None = bytearray()
 
-    def feed(self, data: bytes) -> list[UpstreamEvent]:
-        if self._held is None:
-            return []
-        self._held += data
-        if len(self._held) <= self._bytes_max:
-            return []
-        self._held = None
-        return [Failed("backend_protocol", f"the answer is larger than {self._bytes_max} bytes", 502)]
-
-    def finish(self) -> list[UpstreamEvent]:
-        if self._held is None:
-            return []
-        text, self._held = bytes(self._held), None
-        data = parse_json(text)
-        if error_in(data) is not None:
-            return [failed_frame(data, b"")]
+    def events(self, text: bytes, data: Any) -> list[UpstreamEvent]:
         if not isinstance(data, dict) or not ({"embedding", "embeddings"} & set(data)):
             kind = "backend_protocol" if data is not None else "upstream_stream_truncated"
             return [Failed(kind, "the backend answered 200 with a body that holds no embeddings", 502)]

@@ -19,15 +19,13 @@ from __future__ import annotations
 
 from typing import Any
 
-from .base import Delta, Done, Ping, Progress, UpstreamEvent, Usage, UsageNumbers
-from .chunks import Choices, UsageTally, as_count, parse_json, usage_numbers
-from .failure import error_in, failed_frame
-from .frames import TRUNCATED, FrameDecoder, StreamPlan
-from .framing import SseFrame
+from .base import Delta, Done, Progress, UpstreamEvent, Usage, UsageNumbers
+from .chunks import Choices, UsageTally, as_count, usage_numbers
+from .frames import TRUNCATED, DataDecoder, StreamPlan
 from .whole import DONE_FRAME
 
 
-class StreamDecoder(FrameDecoder):
+class StreamDecoder(DataDecoder):
     """Events of a ``text/event-stream`` body."""
 
     def __init__(self, plan: StreamPlan) -> None:
@@ -35,28 +33,14 @@ class StreamDecoder(FrameDecoder):
         self._choices = Choices()
         self._tally = UsageTally()
 
+    @property
+    def finished(self) -> bool:
+        return self._choices.finished
+
     def ended(self) -> UpstreamEvent:
-        return Done(DONE_FRAME, synthesised=True) if self._choices.finished else TRUNCATED
+        return Done(DONE_FRAME, synthesised=True) if self.finished else TRUNCATED
 
-    def read(self, frame: SseFrame, events: list[UpstreamEvent]) -> None:
-        payload = frame.data
-        if payload is None or frame.event == b"ping" or not (text := payload.strip()):
-            events.append(Ping())
-            return
-        if text == b"[DONE]":
-            self.closed = True
-            events.append(Done(frame.raw, unfinished=not self._choices.finished))
-            return
-        data = parse_json(text)
-        if frame.event == b"error" or error_in(data) is not None:
-            self.closed = True
-            events.append(failed_frame(data if data is not None else text.decode("utf-8", "replace"), frame.raw))
-        elif isinstance(data, dict):
-            self._read_object(frame.raw, data, events)
-        else:
-            events.append(Delta(frame.raw, data))
-
-    def _read_object(self, raw: bytes, data: dict[str, Any], events: list[UpstreamEvent]) -> None:
+    def read_object(self, raw: bytes, data: dict[str, Any], events: list[UpstreamEvent]) -> None:
         choices = data.get("choices")
         choices = choices if isinstance(choices, list) else []
         numbers = usage_numbers(data)

@@ -20,23 +20,25 @@ WholeReader = Callable[[Any, StreamPlan], "list[UpstreamEvent] | None"]
 DONE_FRAME = b"data: [DONE]\n\n"
 
 
-class WholeDecoder:
-    """Events of one JSON value. Bounded: a body above the cap is a protocol error. ``read`` makes events of it; None
-    says that it is no answer of this route."""
+class HeldBody:
+    """A body that is read when it is all there. Bounded: above ``bytes_max`` it is a protocol error."""
 
-    def __init__(self, plan: StreamPlan, read: WholeReader | None = None) -> None:
-        self._plan = plan
-        self._read = read or chat_events
+    def __init__(self, bytes_max: int) -> None:
+        self._bytes_max = bytes_max
         self._held: bytearray | None = bytearray()
+
+    def events(self, text: bytes, data: Any) -> list[UpstreamEvent]:
+        """Of the whole body, as it came and as JSON; None when it is none."""
+        raise NotImplementedError
 
     def feed(self, data: bytes) -> list[UpstreamEvent]:
         if self._held is None:
             return []
         self._held += data
-        if len(self._held) <= self._plan.event_bytes_max:
+        if len(self._held) <= self._bytes_max:
             return []
         self._held = None
-        return [Failed("backend_protocol", f"the answer is larger than {self._plan.event_bytes_max} bytes", 502)]
+        return [Failed("backend_protocol", f"the answer is larger than {self._bytes_max} bytes", 502)]
 
     def finish(self) -> list[UpstreamEvent]:
         if self._held is None:
@@ -45,6 +47,18 @@ class WholeDecoder:
         data = parse_json(text)
         if error_in(data) is not None:
             return [failed_frame(data, b"")]
+        return self.events(text, data)
+
+
+class WholeDecoder(HeldBody):
+    """Events of one JSON value. ``read`` makes events of it; None says that it is no answer of this route."""
+
+    def __init__(self, plan: StreamPlan, read: WholeReader | None = None) -> None:
+        super().__init__(plan.event_bytes_max)
+        self._plan = plan
+        self._read = read or chat_events
+
+    def events(self, text: bytes, data: Any) -> list[UpstreamEvent]:
         events = self._read(data, self._plan)
         if events is None:
             return [Failed("backend_protocol", "the backend answered 200 with a body that is no completion", 502)]

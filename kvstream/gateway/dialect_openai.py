@@ -47,13 +47,18 @@ class OpenAIDialect:
 
 def usage_numbers(answer: Answer) -> dict[str, Any]:
     """``usage`` for a client whose runtime did not put it where clients look; marked when it is our estimate."""
+    return usage_spelt(answer, "prompt", "completion")
+
+
+def usage_spelt(answer: Answer, read: str, written: str) -> dict[str, Any]:
+    """Token counts with an API's own words for what was read and what was written."""
     usage = answer.usage
     prompt, completion = (usage.prompt, usage.completion) if usage else (answer.tokens_prompt, answer.tokens)
     numbers: dict[str, Any] = {
-        "prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion}
+        f"{read}_tokens": prompt, f"{written}_tokens": completion, "total_tokens": prompt + completion}
     if usage is None:
         return numbers | {"estimated": True}
-    return numbers if usage.cached is None else numbers | {"prompt_tokens_details": {"cached_tokens": usage.cached}}
+    return numbers if usage.cached is None else numbers | {f"{read}_tokens_details": {"cached_tokens": usage.cached}}
 
 
 def _frame(answer: Answer, **fields: Any) -> bytes:

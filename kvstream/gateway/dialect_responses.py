@@ -6,7 +6,7 @@ from typing import Any
 
 from ..errors import KVStreamError
 from .dialect_anthropic import event
-from .dialect_openai import OpenAIDialect
+from .dialect_openai import OpenAIDialect, usage_spelt
 from .ports import Answer
 
 
@@ -39,10 +39,4 @@ class ResponsesDialect(OpenAIDialect):
 
 def usage_of(answer: Answer) -> dict[str, Any]:
     """``usage`` as this API has it; marked when it is our estimate."""
-    usage = answer.usage
-    prompt, completion = (usage.prompt, usage.completion) if usage else (answer.tokens_prompt, answer.tokens)
-    numbers: dict[str, Any] = {
-        "input_tokens": prompt, "output_tokens": completion, "total_tokens": prompt + completion}
-    if usage is None:
-        return numbers | {"estimated": True}
-    return numbers if usage.cached is None else numbers | {"input_tokens_details": {"cached_tokens": usage.cached}}
+    return usage_spelt(answer, "input", "output")

@@ -222,7 +222,7 @@ class Engine:
             raise error_of(refused)
         await self._check_open(hold)
         request = self.hygiene.normalized(request)
-        count = count or await self.count_prompt(request, client)
+        count = count or await self._count(request, client)
         if self.closing:
             raise ShuttingDownError("the gateway is shutting down", retry_after_s=5)
         self.hygiene.look(request, client, count.tokens)
@@ -260,7 +260,9 @@ class Engine:
 
     async def count_prompt(self, request: ProxyRequest, client: str) -> PromptCount:
         """Length and page keys of a prompt. *Errors*: none. *Cancellation*: safe."""
-        request = self.hygiene.normalized(request)
+        return await self._count(self.hygiene.normalized(request), client)
+
+    async def _count(self, request: ProxyRequest, client: str) -> PromptCount:
         count = None
         if self.counter.can_be_exact and self.watcher.backend.state == Health.UP:
             count = await self.counter.exact(request, client)

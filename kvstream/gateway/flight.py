@@ -26,6 +26,7 @@ from ..adapters.routes import route_of
 from ..adapters.whole import DONE_FRAME, frame_of, stream_chunks
 from ..core.types import CountSource
 from ..errors import KVStreamError, ReaderStalledError
+from .borrowed import Borrowed
 from .ports import Answer
 
 EVENT_BYTES = 1500  # what an event costs beside its raw bytes: mostly the parsed frame (measured: 1,480)
@@ -158,7 +159,7 @@ class Flight:
 
 
 @define(eq=False)
-class Subscription:
+class Subscription(Borrowed):
     """A :class:`ports.Answer` for one client of a flight. ``outcome`` says how it ended for this client."""
 
     request: ProxyRequest
@@ -200,38 +201,6 @@ class Subscription:
     def source(self) -> Answer:
         assert self._flight.source is not None
         return self._flight.source
-
-    @property
-    def adapter(self) -> Adapter:
-        return self.source.adapter
-
-    @property
-    def count_source(self) -> CountSource:
-        return self.source.count_source
-
-    @property
-    def tokens_prompt(self) -> int:
-        return self.source.tokens_prompt
-
-    @property
-    def tokens(self) -> int:
-        return self.source.tokens
-
-    @property
-    def usage(self) -> UsageNumbers | None:
-        return self.source.usage
-
-    @property
-    def truncated(self) -> bool:
-        return self.source.truncated
-
-    @property
-    def last_data(self) -> object:
-        return self.source.last_data
-
-    @property
-    def granted(self) -> float | None:
-        return self.source.granted
 
 
 @define(eq=False)

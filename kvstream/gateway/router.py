@@ -22,9 +22,8 @@ from contextlib import AsyncExitStack, asynccontextmanager
 import trio
 from attrs import define, evolve, field, frozen
 
-from ..adapters.base import Adapter, Health, ProxyRequest, UpstreamEvent, UsageNumbers
+from ..adapters.base import Health, ProxyRequest, UpstreamEvent
 from ..adapters.routes import route_of
-from ..core.types import CountSource
 from ..errors import (
     BackendRefusedError,
     BackendUnavailableError,
@@ -33,6 +32,7 @@ from ..errors import (
     RouteUnsupportedError,
     ShuttingDownError,
 )
+from .borrowed import Borrowed
 from .count import PromptCount
 from .engine import Engine
 from .listing import FRESH_S, KeptList, refresh
@@ -227,7 +227,7 @@ def _serving_first(choices: list[Choice]) -> list[Choice]:
     return sorted(choices, key=lambda choice: not choice.lane.serving)
 
 
-class _Routed:
+class _Routed(Borrowed):
     """An answer that may move to another lane before it began, and whose model may have another name there."""
 
     def __init__(self, stack: AsyncExitStack, choices: Sequence[Choice], name: str) -> None:
@@ -317,28 +317,8 @@ class _Routed:
         return self._answer.request
 
     @property
-    def adapter(self) -> Adapter:
-        return self._answer.adapter
-
-    @property
-    def count_source(self) -> CountSource:
-        return self._answer.count_source
-
-    @property
-    def tokens_prompt(self) -> int:
-        return self._answer.tokens_prompt
-
-    @property
-    def tokens(self) -> int:
-        return self._answer.tokens
-
-    @property
-    def usage(self) -> UsageNumbers | None:
-        return self._answer.usage
-
-    @property
-    def truncated(self) -> bool:
-        return self._answer.truncated
+    def source(self) -> Answer:
+        return self._answer
 
     @property
     def last_data(self) -> object:
@@ -348,10 +328,6 @@ class _Routed:
     @property
     def headers(self) -> tuple[tuple[bytes, bytes], ...]:
         return self._answer.headers
-
-    @property
-    def granted(self) -> float | None:
-        return self._answer.granted
 
     @property
     def error_forwarded(self) -> bool:
