@@ -18,6 +18,7 @@ from typing import Any, Literal, get_args, get_type_hints
 import attrs
 from attrs import frozen
 
+from .config_inject import InjectConfig
 from .config_keys import (
     Key,
     alias_lines,
@@ -280,6 +281,7 @@ class Config:
     response_cache: ResponseCacheConfig = ResponseCacheConfig()
     prefix_cache: PrefixCacheConfig = PrefixCacheConfig()
     prefix: PrefixConfig = PrefixConfig()
+    inject: InjectConfig = InjectConfig()
     attention: AttentionConfig = AttentionConfig()
     embedded: EmbeddedConfig = EmbeddedConfig()
     compat: CompatConfig = CompatConfig()

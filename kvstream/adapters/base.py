@@ -14,11 +14,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import Hashable, Mapping, Sequence
-from typing import Any, Protocol, Union
+from typing import TYPE_CHECKING, Any, Protocol, Union
 
 from attrs import field, frozen
 
 from ..core.types import Limits
+
+if TYPE_CHECKING:
+    from .slot_calls import SlotCalls
 
 # --- the request as the gateway read it -------------------------------------------------------------------------------
 
@@ -258,6 +261,11 @@ class Adapter(Protocol):
 
     @property
     def capabilities(self) -> Capabilities: ...
+
+    @property
+    def slots(self) -> SlotCalls | None:
+        """The calls of hard inject; None where the runtime has no slots that can be saved."""
+        ...
 
     def refusal(self, request: ProxyRequest) -> Failed | None:
         """Why this runtime can never serve the request, before it queues; None when it may."""

@@ -27,6 +27,7 @@ from .failure import failed_reply
 from .framing import EVENT_BYTES_MAX
 from .metrics import samples_of
 from .routes import OPENAI_ROUTES, route_of
+from .slot_calls import SlotCalls
 
 VLLM_SEATS_DEFAULT = 256
 """vLLM pages and preempts by itself and does not tell ``--max-num-seqs``; this is its usual default."""
@@ -80,6 +81,10 @@ class OpenAIBackend:
     @property
     def capabilities(self) -> Capabilities:
         return Capabilities(routes=OPENAI_ROUTES, loads_on_demand=True)
+
+    @property
+    def slots(self) -> SlotCalls | None:
+        return None
 
     # --- requests ---
 

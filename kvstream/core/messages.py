@@ -11,7 +11,19 @@ from typing import Union
 from attrs import frozen
 
 from .table import PageTable
-from .types import CountSource, EndReason, Limits, PageKey, Priority, RefuseReason, RequestId
+from .types import (
+    CountSource,
+    EndReason,
+    Limits,
+    PageKey,
+    Priority,
+    RefuseReason,
+    RequestId,
+    SavedPrefix,
+    SaveSpec,
+    SlotPlan,
+    SlotRules,
+)
 
 # --- events ---------------------------------------------------------------------------------------------------------
 
@@ -29,6 +41,8 @@ class Submitted:
     several prompts run side by side in the runtime. ``client`` is who shares seats fairly with others, ``weight`` the
     size of its share. ``group`` names what the runtime must have loaded to serve it (a model, and its load options).
     ``again`` says that it had its seat, and nobody saw it: it is no newcomer, so no bound of the queue turns it away.
+    ``pinnable``: it may name its slot. ``exact``: its keys are of the very token ids that the runtime will see, so a
+    promise about them can be kept. ``preemptible``: it can be stopped and resumed, and its client cannot tell.
     """
 
     rid: RequestId
@@ -45,6 +59,9 @@ class Submitted:
     weight: float = 1.0
     group: str = ""
     again: bool = False
+    pinnable: bool = False
+    exact: bool = False
+    preemptible: bool = False
 
 
 @frozen
@@ -81,9 +98,11 @@ class Ended:
 
 @frozen
 class SeatIdle:
-    """The runtime is done with a request that ended while draining."""
+    """The runtime is done with a request that ended while draining; ``capped``: it was not seen to be, but waiting for
+    that has been given up, so its slot may still be at work."""
 
     rid: RequestId
+    capped: bool = False
 
 
 @frozen
@@ -127,7 +146,102 @@ class Closing:
     refuse_waiting: bool = True
 
 
-Event = Union[Submitted, Recounted, Produced, Ended, SeatIdle, BackendUp, BackendDown, Closing, Narrowed, Warmed]
+# --- events of hard inject ------------------------------------------------------------------------------------------
+
+
+@frozen
+class SlotsKnown:
+    """The self-check is done: slots may be used by these rules, or (None) not at all. A change of ``identity`` makes
+    every saved prefix of another one invisible."""
+
+    rules: SlotRules | None
+
+
+@frozen
+class StoreLoaded:
+    """These files are on disk, all of the present identity. Replaces what was known of the store."""
+
+    entries: tuple[SavedPrefix, ...]
+
+
+@frozen
+class SlotsLost:
+    """The slots hold nothing any more, or nobody knows what: the runtime slept, was restarted, or others used it."""
+
+
+@frozen
+class SlotsLook:
+    """A look at the slots, taken while no call of ours was on its way to any: ``tokens`` that each holds (None: not
+    told), and which are ``busy``."""
+
+    tokens: tuple[int | None, ...]
+    busy: frozenset[int]
+
+
+@frozen
+class SlotStarted:
+    """The headers of a running request came: a slot has it."""
+
+    rid: RequestId
+
+
+@frozen
+class Restored:
+    """The restore of a running request's plan was carried out, or failed: then the slot is empty and the file gone."""
+
+    rid: RequestId
+    name: str
+    ok: bool
+    bytes: int = 0
+    seconds: float = 0.0
+
+
+@frozen
+class PromptRead:
+    """A request with ``read_first`` has its whole prompt in its slot, which is idle, and waits for ``Proceed``.
+    ``cached`` of its tokens were there before, ``computed`` were not, which took ``seconds``."""
+
+    rid: RequestId
+    cached: int
+    computed: int
+    seconds: float
+
+
+@frozen
+class SlotSaved:
+    """A save ended. ``keys`` are those of the spec, or more where the file told them; ``rid`` is whose plan it was."""
+
+    slot: int
+    name: str
+    ok: bool
+    tokens: int = 0
+    bytes: int = 0
+    seconds: float = 0.0
+    keys: tuple[PageKey, ...] = ()
+    rid: RequestId | None = None
+
+
+@frozen
+class CacheSeen:
+    """What the runtime reported for a running request: ``cached`` of ``prompt`` tokens were not computed, the others
+    took ``seconds`` (None: not told)."""
+
+    rid: RequestId
+    cached: int
+    prompt: int
+    seconds: float | None = None
+
+
+@frozen
+class Bound:
+    """A request can no longer be preempted: its answer has something that cannot be continued."""
+
+    rid: RequestId
+
+
+Event = Union[
+    Submitted, Recounted, Produced, Ended, SeatIdle, BackendUp, BackendDown, Closing, Narrowed, Warmed, Bound,
+    SlotsKnown, StoreLoaded, SlotsLost, SlotsLook, SlotStarted, Restored, PromptRead, SlotSaved, CacheSeen]
 
 # --- actions --------------------------------------------------------------------------------------------------------
 
@@ -135,13 +249,20 @@ Event = Union[Submitted, Recounted, Produced, Ended, SeatIdle, BackendUp, Backen
 @frozen
 class Admit:
     """Start it. ``table`` holds its pages, ``tokens_cached`` of its prompt are expected in the runtime's cache,
-    ``reserved`` pages more are promised to its answer. ``slot`` is the llama.cpp slot to pin, None for any."""
+    ``reserved`` pages more are promised to its answer. ``plan`` is what happens in the runtime's slots first, None
+    without hard inject. ``resumes``: it was preempted, and goes on after the tokens that its client has."""
 
     rid: RequestId
     table: PageTable
     tokens_cached: int
     reserved: int = 0
-    slot: int | None = None
+    plan: SlotPlan | None = None
+    resumes: bool = False
+
+    @property
+    def slot(self) -> int | None:
+        """The llama.cpp slot to pin, None for any."""
+        return self.plan.slot if self.plan is not None else None
 
 
 @frozen
@@ -163,4 +284,38 @@ class Truncate:
     rid: RequestId
 
 
-Action = Union[Admit, Refuse, Truncate]
+@frozen
+class Preempt:
+    """Stop this running stream's upstream; its client stays. The shell answers with ``Ended(PREEMPTED, draining)`` and,
+    once the slot was seen idle, ``SeatIdle``. ``swap``: a ``SaveSlot`` of its slot will follow."""
+
+    rid: RequestId
+    swap: bool
+
+
+@frozen
+class Proceed:
+    """Answer to ``PromptRead``: save the slot first if ``save`` says so (and report ``SlotSaved``), then go on."""
+
+    rid: RequestId
+    save: SaveSpec | None = None
+
+
+@frozen
+class SaveSlot:
+    """Save an idle slot, which is kept free for that, and report ``SlotSaved``. ``rid``: the preempted request whose
+    state it is."""
+
+    slot: int
+    spec: SaveSpec
+    rid: RequestId | None = None
+
+
+@frozen
+class Forget:
+    """Delete this file of the store, before anything that follows in the same list is done."""
+
+    name: str
+
+
+Action = Union[Admit, Refuse, Truncate, Preempt, Proceed, SaveSlot, Forget]

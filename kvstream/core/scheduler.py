@@ -146,7 +146,7 @@ class Scheduler:
                 self._submitted(event, now)
             case m.Ended():
                 self._ended_event(event, now)
-            case m.SeatIdle(rid):
+            case m.SeatIdle(rid, _):
                 run = self._running.get(rid)
                 if run is not None and run.draining:
                     self._close(run, now)

@@ -88,6 +88,7 @@ class EndReason(Enum):
     FAILED = "failed"  # the runtime or the network
     STALLED = "stalled"  # the client stopped reading
     TRUNCATED = "truncated"  # we ended it for lack of pages
+    PREEMPTED = "preempted"  # it gave way, and goes on later: its client is still there
 
 
 class RefuseReason(Enum):
@@ -113,10 +114,12 @@ Why = Literal[
     "retry",  # the runtime is about to let go of this very prompt: its slot will have it in cache
     "leader",  # another request computes a prefix that this one shares
     "long_prefill",  # as many long prompts are being read as may at a time
+    "slot",  # no slot of the runtime is known to be idle, or the one with its prefix is about to be
+    "preempted",  # it gave way to a request that has not started yet
 ]
 """Why a request waits."""
 
-HOLDS: tuple[Why, ...] = ("client", "model", "cold", "retry", "leader", "long_prefill")
+HOLDS: tuple[Why, ...] = ("client", "model", "cold", "retry", "leader", "long_prefill", "slot", "preempted")
 """Those that hold a request back although there may be a seat for it."""
 
 
@@ -130,3 +133,73 @@ class Tier(Enum):
 
     DEVICE = "device"
     HOST = "host"
+
+
+# --- hard inject: the runtime's slots, and their KV in files ----------------------------------------------------------
+
+
+@frozen
+class SlotRules:
+    """How the slots of a runtime may be used. Known after the self-check; without it nothing is pinned or saved.
+
+    ``slots`` counts them. ``pinned``: a request may name the slot it runs in. Where it may not (a runtime that empties
+    idle slots), a restore is followed by a request that the runtime places by itself. ``identity`` is hex text that
+    begins the name of every file: files of another model, context or build have another one. ``token_bytes`` and
+    ``fixed_bytes`` are what a saved slot costs on disk, 0 while unknown.
+    """
+
+    slots: int
+    pinned: bool = True
+    identity: str = ""
+    token_bytes: float = 0.0
+    fixed_bytes: int = 0
+
+
+SaveWhy = Literal[
+    "evict",  # another request is about to overwrite the slot
+    "fork",  # waiting requests share what was just read
+    "hot",  # it was reused, and the slot is idle
+    "swap",  # a victim gives way
+    "drain",  # KVStream stops
+]
+"""Why a slot is saved."""
+
+
+@frozen
+class SaveSpec:
+    """One slot to one file. ``name`` matches ``[a-z0-9]{1,80}.kv``. ``keys`` name the full pages that the slot is known
+    to hold from its start, ``tokens`` is the least it must hold: a save of fewer is thrown away."""
+
+    name: str
+    keys: tuple[PageKey, ...] = field(repr=lambda keys: f"{len(keys)} pages")
+    tokens: int
+    why: SaveWhy
+
+
+@frozen
+class SlotPlan:
+    """What a granted request does, in this order, with the slot that is its own from the grant until the runtime was
+    seen to be done with it: ``save`` what it holds; ``erase`` these slots (a unified pool needs the cells); ``restore``
+    the file of that name into it; with ``read_first`` read the prompt without answering and wait for ``Proceed``; send
+    the request. ``slot`` None: the runtime chooses. ``tokens_cached`` is what is promised of the prompt, from the slot
+    itself or from the file."""
+
+    slot: int | None
+    tokens_cached: int = 0
+    save: SaveSpec | None = None
+    erase: tuple[int, ...] = ()
+    restore: str | None = None
+    read_first: bool = False
+
+
+@frozen
+class SavedPrefix:
+    """One file of the store. ``tokens`` it holds (at least those of ``keys``), ``bytes`` on disk, ``used_at`` on the
+    scheduler's clock, ``hits`` how often it was restored to use."""
+
+    name: str
+    keys: tuple[PageKey, ...] = field(repr=lambda keys: f"{len(keys)} pages")
+    tokens: int
+    bytes: int
+    used_at: float = 0.0
+    hits: int = 0

@@ -34,7 +34,9 @@ from ..core.messages import (
     Closing,
     Ended,
     Event,
+    Forget,
     Refuse,
+    SaveSlot,
     Submitted,
     Truncate,
 )
@@ -150,6 +152,8 @@ class Engine:
         self.watcher.announce()  # whoever waits here may be better off elsewhere
 
     def _act(self, action: Action) -> None:
+        if isinstance(action, SaveSlot | Forget):
+            return
         stream = self._live.get(action.rid)
         if stream is None:
             return  # it left in this very step; its Ended is in the inbox

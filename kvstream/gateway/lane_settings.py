@@ -7,6 +7,7 @@ from attrs import field, frozen
 from ..adapters.base import CapacityQuery
 from ..core.scheduler import SchedulerSettings
 from .hygiene import HygieneSettings
+from .inject_settings import InjectSettings
 from .stream import StreamTimes
 
 
@@ -33,4 +34,5 @@ class EngineSettings:
     wedged_s: float = 90.0
     busy_retry_s_max: float = 30.0
     down_grace_s: float = 10.0
+    inject: InjectSettings | None = None  # None: slots are the runtime's own affair
     raise_bugs: bool = False

@@ -22,6 +22,7 @@ from .embedded import EmbeddedSpec
 from .engine import EngineSettings
 from .flight import FlightBounds
 from .hygiene import HygieneSettings
+from .inject_settings import InjectSettings
 from .media import MediaSettings
 from .stream import StreamTimes
 from .streamed import ProxySettings
@@ -102,6 +103,7 @@ def engine_settings(config: Config) -> EngineSettings:
         include_usage=upstream.include_usage,
         passthrough=upstream.non_stream == "pass",
         tokens_keyed_max=prefix.max_prefix_length if prefix.enabled else 0,
+        inject=InjectSettings() if config.inject.mode != "off" else None,
         hygiene=HygieneSettings(config.prefix.volatile, config.prefix.normalize, config.prefix.diagnose),
     )
 

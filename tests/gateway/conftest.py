@@ -44,6 +44,7 @@ COMPLETIONS = "/v1/completions"
 QUICK: dict[str, dict[str, Any]] = {
     "server": {"port": 0},
     "upstream": {"health_interval_s": 0.2, "slot_idle_poll_s": 0.01},
+    "inject": {"mode": "off"},  # what is about something else is asserted on the bytes of a lane without it
 }
 
 

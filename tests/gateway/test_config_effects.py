@@ -1344,3 +1344,12 @@ def test_lines_are_for_people_or_machines(logged: Callable[[Mapping[str, Any]], 
     lines = logged({"logging.format": "json"}).splitlines()
     assert [json.loads(line)["message"] for line in lines] == ["a request", "a warning"]
     assert not logged({"logging.format": "text"}).startswith("{")
+
+
+# --- [inject] ---------------------------------------------------------------------------------------------------------
+
+
+@effect("inject.mode")
+def test_hard_inject_is_off_when_asked() -> None:
+    assert engine_settings(configured({"inject.mode": "off"})).inject is None
+    assert engine_settings(configured({})).inject is not None
