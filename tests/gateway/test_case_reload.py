@@ -361,9 +361,10 @@ posix = pytest.mark.skipif(sys.platform == "win32", reason="POSIX signals and te
 SERVE = "import sys; sys.argv = ['kvstream', 'serve', '--config', sys.argv[1]]; from kvstream.cli import main; main()"
 # Runs SERVE in a terminal of its own, tells its process id, and closes the terminal when told to.
 IN_TERMINAL = """
-import os, pty, sys
+import os, pty, signal, sys
 pid, terminal = pty.fork()
 if pid == 0:
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)  # also when the tests themselves run under nohup
     os.dup2(int(sys.argv[3]), 2)
     os.execv(sys.executable, [sys.executable, "-c", sys.argv[1], sys.argv[2]])
 print(pid, flush=True)
