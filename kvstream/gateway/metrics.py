@@ -1,4 +1,4 @@
-"""Prometheus metrics, in a registry of our own. The only place that knows prometheus-client.
+"""Prometheus metrics, in a registry of our own. Only this and ``metrics_inject`` know prometheus-client.
 
 Labels have few, fixed values: routes from our table, outcomes and phases from enums. Never a model name, a client or a
 number that a client chose. Waits of refused requests count too, and histograms reach 300 s, because a queue does.
@@ -17,6 +17,7 @@ from prometheus_client.registry import Collector
 from ..core.breaker import Circuit
 from ..core.types import HOLDS
 from ..errors import KVStreamError
+from .metrics_inject import InjectMeters
 from .stream import outcome_of, outcome_of_refusal
 
 if TYPE_CHECKING:
@@ -39,6 +40,7 @@ class Metrics:
         self.registry.register(self._lanes)
         self._counters()
         self._histograms()
+        self.inject = InjectMeters(self.registry)
         self.open_connections = Gauge("kvstream_open_connections", "Open client connections.", registry=self.registry)
         self.config_ok = Gauge("kvstream_config_ok", "0 while the configuration file is one that cannot be used.",
                                registry=self.registry)
