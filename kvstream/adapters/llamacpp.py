@@ -38,9 +38,11 @@ from .chunks import as_count
 from .decode import open_assembler
 from .failure import failed_reply
 from .llamacpp_count import Ask, are_ids, countable
+from .llamacpp_slots import LlamaCppSlots, slot_call
 from .llamacpp_state import Props, empty_slot, erased, idle_slot, slots_of, streams_of, work_of
 from .openai import OpenAIBackend
 from .routes import LLAMACPP_ROUTES, route_of
+from .slot_calls import SlotCalls
 
 PROBE_FILE = "kvstream-probe.bin"
 _HOW_TO_KNOW = "start llama-server with an explicit -np N and --slot-save-path DIR, or set kv_unified"
@@ -67,6 +69,10 @@ class LlamaCppBackend(OpenAIBackend):
             cancel="batch",
         )
 
+    @property
+    def slots(self) -> SlotCalls | None:
+        return LlamaCppSlots(self)
+
     # --- requests ---
 
     def changes(self, request: ProxyRequest, *, stream: bool, include_usage: bool, slot: int | None) -> dict[str, Any]:
@@ -91,25 +97,20 @@ class LlamaCppBackend(OpenAIBackend):
 
     def capacity_calls(self, replies: Mapping[str, HttpReply | None]) -> Sequence[tuple[str, HttpCall]]:
         if "props" not in replies:
-            return (("props", self.get(self._of_model("/props"))),)
+            return (("props", self.get(self.of_model("/props"))),)
         props = Props.read(replies["props"])
         if props is None or props.sleeping:
             return ()
         if "slots" not in replies:
-            return (("slots", self.get(self._of_model("/slots"))), ("metrics", self.get(self._of_model("/metrics"))))
+            return (("slots", self.get(self.of_model("/slots"))), ("metrics", self.get(self.of_model("/metrics"))))
         if "probe" in replies or self.kv_unified is not None or props.slots == 1:
             return ()
         slot = empty_slot(replies["slots"])
         if slot is None:
             slot = idle_slot(replies["slots"])
             if slot is None or not erased(replies.get("erase")):
-                return () if slot is None or "erase" in replies else (("erase", self._slot_call(slot, "erase")),)
-        return (("probe", self._slot_call(slot, "save", filename=PROBE_FILE)),)
-
-    def _slot_call(self, slot: int, action: str, **fields: str) -> HttpCall:
-        """A router wants the model in the body of every slot call."""
-        body = fields | ({"model": self.model} if self.model else {})
-        return HttpCall("POST", f"/slots/{slot}?action={action}", self.headers((), "application/json"), dumps(body))
+                return () if slot is None or "erase" in replies else (("erase", slot_call(self, slot, "erase")),)
+        return (("probe", slot_call(self, slot, "save", filename=PROBE_FILE)),)
 
     def read_capacity(self, replies: Mapping[str, HttpReply | None], query: CapacityQuery) -> CapacityReport:
         notes = CapacityNotes(query)
@@ -193,14 +194,14 @@ class LlamaCppBackend(OpenAIBackend):
         )
 
     def process(self) -> HttpCall | None:
-        return self.get(self._of_model("/props"))
+        return self.get(self.of_model("/props"))
 
     def read_process(self, reply: HttpReply) -> str:
         props = Props.read(reply)
         return props.process if props is not None else ""
 
     def busy(self) -> HttpCall | None:
-        return self.get(self._of_model("/slots"))
+        return self.get(self.of_model("/slots"))
 
     def read_busy(self, reply: HttpReply) -> frozenset[tuple[int, int]] | None:
         slots = slots_of(reply)
@@ -215,7 +216,7 @@ class LlamaCppBackend(OpenAIBackend):
     def read_work(self, reply: HttpReply) -> Hashable | None:
         return work_of(reply)
 
-    def _of_model(self, path: str) -> str:
+    def of_model(self, path: str) -> str:
         """A GET about our model. A single-model server ignores the query; a router must not load the model for it."""
         return f"{path}?model={quote(self.model, safe='')}&autoload=false" if self.model else path
 

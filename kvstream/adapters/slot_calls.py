@@ -48,12 +48,14 @@ class PromptWork:
 @frozen
 class Identity:
     """What must be equal for a saved slot to mean the same in another process: ``digest`` (16 hex digits) over
-    ``facts``, which are kept in words for a person to read. ``context`` tokens per slot, ``slots``."""
+    ``facts``, which are kept in words for a person to read. ``context`` tokens per slot, ``slots``. ``router``: the
+    server has other models too, so a request that names another one is not for these slots."""
 
     digest: str
     facts: Mapping[str, str] = field(factory=dict)
     context: int = 0
     slots: int = 0
+    router: bool = False
 
 
 class SlotCalls(Protocol):
@@ -84,12 +86,28 @@ class SlotCalls(Protocol):
         """What reading the prompt cost, from the last frame (or the whole answer) of any route; None: not told."""
         ...
 
+    def pinnable(self, request: ProxyRequest, *, router: bool = False) -> bool:
+        """Whether it may be told its slot: it takes exactly one, of the model that the slots are of. ``router`` as in
+        ``Identity``."""
+        ...
+
+    def reuses(self, request: ProxyRequest) -> bool:
+        """Whether a prefix that its slot holds would be used, and whether what it leaves there is its prompt's tokens
+        and nothing else. Where not, its keys promise nothing, however exactly they were counted."""
+        ...
+
     def identity_calls(self, replies: Mapping[str, HttpReply | None]) -> Sequence[tuple[str, HttpCall]]:
-        """As ``Adapter.capacity_calls``."""
+        """As ``Adapter.capacity_calls``. Wakes no sleeping model."""
         ...
 
     def read_identity(self, replies: Mapping[str, HttpReply | None], files: Mapping[str, str]) -> Identity | None:
-        """``files`` are facts about files that only the shell can have (size and mtime of ``model_path``)."""
+        """``files`` are facts that only the shell can have, each in words: size and mtime of :meth:`model_path`, the
+        layout of the KV memory. All of them count. With none the identity holds for one process of the runtime only,
+        since nothing else tells its weights from others. None while the runtime does not tell."""
+        ...
+
+    def model_path(self, replies: Mapping[str, HttpReply | None]) -> str:
+        """The model's file as the runtime names it, from the same replies; empty when it does not."""
         ...
 
     # --- resuming ---
