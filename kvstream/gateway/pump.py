@@ -46,6 +46,7 @@ from ..errors import (
     TotalTimeoutError,
 )
 from .failures import error_of
+from .leg import Leg
 from .stream import Stream, StreamTimes
 
 if TYPE_CHECKING:
@@ -62,23 +63,26 @@ REUSE_GRACE_S = 0.25  # how long a finished answer may take to end its body, so 
 class PumpHooks:
     """What a pump tells and asks the engine. ``produced(rid, tokens)``; ``progress()`` on every data event;
     ``loading()`` waits until a backend that said "loading" is up, or raises, ``busy(refusal, retry_after_s)`` the same
-    for one that is busy; ``usage_refused()`` remembers that this backend does not know ``stream_options``."""
+    for one that is busy; ``usage_refused()`` remembers that this backend does not know ``stream_options``;
+    ``started(rid)``: the headers came."""
 
     produced: Callable[[RequestId, int], None]
     progress: Callable[[], None]
     loading: Callable[[], Awaitable[None]]
     busy: Callable[[OverloadError, float | None], Awaitable[None]]
     usage_refused: Callable[[], None]
+    started: Callable[[RequestId], None]
 
 
 class Pump:
-    """Performs one granted request."""
+    """Performs one leg of a granted request."""
 
-    def __init__(self, stream: Stream, adapter: Adapter, upstream: Upstream, times: StreamTimes, hooks: PumpHooks, *,
-                 page_tokens: int, include_usage: bool, passthrough: bool, watched: bool) -> None:
+    def __init__(self, stream: Stream, leg: Leg, adapter: Adapter, upstream: Upstream, times: StreamTimes,
+                 hooks: PumpHooks, *, page_tokens: int, include_usage: bool, passthrough: bool, watched: bool) -> None:
         """``watched``: the answer has no limit and grows in a pool that must not overflow. Every token is reported at
         once then, and a reader that falls a whole buffer behind is not waited for."""
         self._stream = stream
+        self._leg = leg
         self._adapter = adapter
         self._upstream = upstream
         self._times = times
@@ -100,7 +104,7 @@ class Pump:
         *Cancellation*: closes the upstream connection, which frees the runtime.
         *Resource handling*: the connection is closed, or returned to its pool after a complete answer.
         """
-        total = trio.CancelScope(deadline=_deadline(self._times.total_s))
+        total = trio.CancelScope(deadline=self._total_deadline())
         gap = trio.CancelScope(deadline=_deadline(self._times.first_event_s))
         with total, gap:
             while True:
@@ -116,13 +120,16 @@ class Pump:
         raise BackendTimeoutError(
             f"the backend sent no data for upstream.stall_s = {self._times.gap_s:g} s in mid-answer")
 
+    def _total_deadline(self) -> float:
+        """From the grant on: what was done in the slots first counts too."""
+        began = self._stream.granted
+        return (trio.current_time() if began is None else began) + (self._times.total_s or float("inf"))
+
     async def _attempt(self, gap: trio.CancelScope) -> Failed | None:
         """One call. A refusal by status is returned, since it may be one that passes; None when all is done."""
         stream = self._stream
         try:
-            call = self._adapter.encode(stream.request, stream=not self._passthrough,
-                                        include_usage=self._include_usage,
-                                        slot=stream.lease.slot if stream.lease else None)
+            call = self._leg.call(stream=not self._passthrough, include_usage=self._include_usage)
         except RecursionError as error:  # what could just be parsed can be too deep to be written
             raise InvalidRequestError("the body is nested too deeply") from error
         stream.sent, stream.sent_at = True, trio.current_time()
@@ -131,6 +138,7 @@ class Pump:
                 stream.sent = False  # the runtime turned it away: no slot is at work on it
                 return self._refusal(await _read_error(response))
             stream.answered = True
+            self._hooks.started(stream.rid)
             if response.headers.get("content-type", "").lower().startswith("text/html"):
                 raise BackendProtocolError("the backend answered 200 with a page of HTML; is backend.base_url right?")
             if self._passthrough:
@@ -164,7 +172,7 @@ class Pump:
 
     async def _move(self, response: UpstreamResponse, gap: trio.CancelScope) -> None:
         content_type = response.headers.get("content-type", "")
-        decoder = self._adapter.decoder(self._stream.request, content_type=content_type)
+        decoder = self._leg.decoder(content_type)
         batches = 0
         while True:
             try:
@@ -248,6 +256,8 @@ class Pump:
             return len(event.raw)
         if isinstance(event, Usage):
             stream.usage = event.numbers
+            if event.data is not None:
+                stream.usage_data = event.data
             return len(event.raw)
         if isinstance(event, Finished):
             stream.finish_reason = event.reason

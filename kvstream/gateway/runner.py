@@ -1,10 +1,14 @@
 """Runs the pump of each granted request, and judges how it ended.
 
-Theory of operation. :meth:`Runner.run` is the task body of one granted request. What comes after the pump is one
-synchronous act: the guard is told, the watcher is told, and then the request is either over (``settle``) or, when
-nobody listened at the backend's address and so nobody has seen it, goes back to its place in the queue. Back in the
-queue and not waiting with its seat: when the backend returns, all that wait are let in by the scheduler, one first and
-then more, and not all at once by themselves.
+Theory of operation. :meth:`Runner.run` is the task body of one *leg*: from a grant to the end of the call that it let
+go out. What comes after the pump is one synchronous act: the guard is told, the watcher is told, and then the request
+is one of
+
+* over (``settle``);
+* back at its place in the queue, when nobody listened at the backend's address and so nobody has seen it, or when what
+  its grant relied on is gone from the runtime. Back in the queue and not waiting with its seat: when the backend
+  returns, all that wait are let in by the scheduler, one first and then more, and not all at once by themselves;
+* parked (``park``), when it was preempted: its client stays, and another grant begins its next leg.
 """
 
 from __future__ import annotations
@@ -23,6 +27,7 @@ from ..errors import BackendRefusedError, BackendUnavailableError, KVStreamError
 from .guard import Guard
 from .health import BackendWatcher
 from .lane_settings import EngineSettings
+from .leg import FirstLeg, Leg
 from .patience import Patience
 from .ports import Upstream
 from .pump import Pump, PumpHooks
@@ -33,13 +38,15 @@ log = logging.getLogger("kvstream.engine")
 REQUEUES_MAX = 5
 
 Settle = Callable[[Stream, "KVStreamError | None"], None]
+Park = Callable[[Stream], None]
 
 
 class Runner:
-    """See the module. ``settle(stream, error)`` ends a request, ``post`` hands an event to the scheduler."""
+    """See the module. ``settle(stream, error)`` ends a request, ``park(stream)`` its leg alone, ``post`` hands an
+    event to the scheduler."""
 
     def __init__(self, adapter: Adapter, upstream: Upstream, settings: EngineSettings, *, watcher: BackendWatcher,
-                 guard: Guard, patience: Patience, post: Callable[[Event], None], settle: Settle) -> None:
+                 guard: Guard, patience: Patience, post: Callable[[Event], None], settle: Settle, park: Park) -> None:
         self._adapter = adapter
         self._upstream = upstream
         self._settings = settings
@@ -48,6 +55,7 @@ class Runner:
         self._patience = patience
         self._post = post
         self._settle = settle
+        self._park = park
         self._usage_refused = False
 
     def reconfigure(self, settings: EngineSettings) -> None:
@@ -55,7 +63,7 @@ class Runner:
         self._settings = settings
 
     async def run(self, stream: Stream) -> None:
-        """Task body: perform one granted request.
+        """Task body: perform one leg of a granted request.
 
         *Cancellation*: by the stream's own scope it is an end like another; from outside it is the gateway's stop.
         """
@@ -63,7 +71,7 @@ class Runner:
         error: KVStreamError | None = ShuttingDownError("the gateway was stopped", retry_after_s=5)
         try:
             with stream.scope:
-                await self._pump(stream).run()
+                await self._pump(stream, self._leg(stream)).run()
             error = None
         except KVStreamError as caught:
             error = caught
@@ -75,21 +83,27 @@ class Runner:
         finally:
             self._ended(stream, error)
 
-    def _pump(self, stream: Stream) -> Pump:
+    def _leg(self, stream: Stream) -> Leg:
+        return FirstLeg(stream, stream.lease.slot if stream.lease else None)
+
+    def _pump(self, stream: Stream, leg: Leg) -> Pump:
         settings, capacity = self._settings, self._watcher.backend.capacity
         pool_can_overflow = capacity is not None and capacity.limits.mode is PoolMode.UNIFIED
         hooks = PumpHooks(
             produced=self._on_produced, progress=partial(self._guard.progress, stream),
             loading=partial(self._patience.loading, stream), busy=partial(self._patience.busy, stream),
-            usage_refused=self._on_usage_refused)
+            usage_refused=self._on_usage_refused, started=self._on_started)
         return Pump(
-            stream, self._adapter, self._upstream, settings.times, hooks, page_tokens=settings.query.page_tokens,
+            stream, leg, self._adapter, self._upstream, settings.times, hooks, page_tokens=settings.query.page_tokens,
             include_usage=not self._usage_refused and (settings.include_usage or stream.request.include_usage),
             passthrough=settings.passthrough,
             watched=stream.tokens_max is None and pool_can_overflow)
 
     def _on_produced(self, rid: RequestId, tokens: int) -> None:
         self._post(Produced(rid, tokens))
+
+    def _on_started(self, rid: RequestId) -> None:
+        pass
 
     def _on_usage_refused(self) -> None:
         log.info("the backend does not know stream_options; usage is estimated from now on")
@@ -107,6 +121,9 @@ class Runner:
                 return
         elif isinstance(error, BackendUnavailableError):
             self._watcher.look_now()  # one request that makes it hang up is no reason to close for all
+        if stream.preempting is not None and error is None and not (stream.completed or stream.left or stream.cut):
+            self._park(stream)  # else it came to its end by itself just then, or nobody is there to go on for
+            return
         self._settle(stream, error)
 
     def _may_queue_again(self, stream: Stream) -> bool:
@@ -117,8 +134,7 @@ class Runner:
     def _queue_again(self, stream: Stream) -> None:
         assert stream.asked is not None
         stream.requeued += 1
-        stream.lease = stream.scope = stream.granted = None
-        stream.sent = False
+        stream.give_back()
         self._post(Ended(stream.rid, EndReason.CANCELLED))
         self._post(evolve(stream.asked, again=True))  # its place is that of its arrival
         if stream.prompt is not None and stream.count_source is CountSource.EXACT:

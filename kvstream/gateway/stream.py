@@ -11,7 +11,7 @@ import trio
 from attrs import define, frozen
 
 from ..adapters.base import Adapter, ProxyRequest, UpstreamEvent, UsageNumbers
-from ..core.messages import Admit, Submitted
+from ..core.messages import Admit, Preempt, Submitted
 from ..core.types import CountSource, EndReason, Priority, RequestId
 from ..errors import BackendError, KVStreamError, OverloadError, ReaderStalledError
 from .buffer import EventBuffer
@@ -69,10 +69,12 @@ class Stream:
     unfinished: bool = False
     completed: bool = False  # a proper end was seen
     last_data: object = None  # the last parsed frame, for a frame of our own in its likeness
+    usage_data: object = None  # that of the last frame with usage
     # -- how it ended
     left: bool = False  # the client went
     cut: KVStreamError | None = None  # we ended it: drain, pool, abort
     truncated: bool = False
+    preempting: Preempt | None = None  # it gives way: the end of its present leg is not its own
     headers: tuple[tuple[bytes, bytes], ...] = ()  # more headers that tell how it is served
     error_forwarded: bool = False  # the runtime's own error frame went to the client
     outcome: str | None = None
@@ -100,6 +102,12 @@ class Stream:
         if self.scope is not None and self.outcome is None:
             self.cut, self.truncated = error, error is None
             self.scope.cancel()
+
+    def give_back(self) -> None:
+        """It has no seat any more and waits again, for its first leg or for the next one."""
+        self.lease = self.scope = self.granted = self.preempting = None
+        self.sent = self.answered = self.blocked = False
+        self.sent_at = None
 
 
 def end_reason(stream: Stream, error: BaseException | None) -> EndReason:
