@@ -248,6 +248,7 @@ class CapacityReport:
     notes: tuple[str, ...] = ()
     settled: bool = True  # False: the runtime was too busy to tell; ask again when it is not
     process: str = ""  # what ``Adapter.read_process`` says of the runtime that was asked
+    slot_files: bool | None = None  # whether slots can be saved to files; None: it was not asked
     instance: str = ""  # changes when the runtime restarted (build + start time), for forgetting its cache
 
 

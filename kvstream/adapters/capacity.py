@@ -49,6 +49,7 @@ class CapacityNotes:
         instance: str = "",
         process: str = "",
         settled: bool = True,
+        slot_files: bool | None = None,
         context_varies: bool = False,
     ) -> CapacityReport:
         limits = Limits(
@@ -62,7 +63,7 @@ class CapacityNotes:
             source=source,
             context_varies=context_varies,
         )
-        return CapacityReport(limits, tuple(self.lines), settled, process, instance)
+        return CapacityReport(limits, tuple(self.lines), settled, process, slot_files, instance)
 
 
 def smallest(*figures: int | None) -> int | None:

@@ -142,6 +142,7 @@ class LlamaCppBackend(OpenAIBackend):
             source=f"/props: {props.slots} slots, {mode.value} KV of {tokens} tokens ({why})",
             instance=props.instance(replies.get("metrics")),
             process=props.process,
+            slot_files=_slot_files(replies),
             settled=known or slots_of(replies.get("slots")) is None or idle_slot(replies["slots"]) is not None,
         )
 
@@ -254,6 +255,14 @@ class LlamaCppBackend(OpenAIBackend):
         model = request.model or self.model
         changed = edit(body, view, {"model": model}) if model and not view.get("model") else body
         return HttpCall("POST", path, self.headers(request.headers, "application/json"), changed)
+
+
+def _slot_files(replies: Mapping[str, HttpReply | None]) -> bool | None:
+    """Whether slots can be saved, as far as the probe tells. What it says of a server for media is about media."""
+    for reply in (replies.get("probe"), replies.get("erase")):
+        if reply is not None and reply.status == 501 and b"multimodal" not in reply.body.lower():
+            return False
+    return True if streams_of(replies.get("probe")) is not None else None
 
 
 def prefill_of(view: Mapping[str, Any]) -> str:

@@ -13,7 +13,7 @@ from typing import Literal, Protocol
 from attrs import frozen
 
 from ..adapters.base import CapacityReport
-from ..adapters.slot_calls import SlotDone
+from ..adapters.slot_calls import Identity, SlotDone
 from ..core.types import PageKey, SavedPrefix, SaveSpec, SlotRules
 
 SlotMode = Literal["hard", "hard-unpinned", "soft"]
@@ -65,11 +65,24 @@ class SlotStore(Protocol):
 
 @frozen
 class SlotsFound:
-    """How the slots of a runtime may be used. ``rules`` None: not at all, and ``mode`` is soft. ``why`` in words."""
+    """How the slots of a runtime may be used. ``rules`` None: not at all, and ``mode`` is soft. ``why`` in words.
+
+    ``identity`` of what is saved, ``missing`` the flags of the server that would make it better, ``notes`` what else is
+    worth knowing. ``slots_dir_hint``: its folder of files as seen from here, if a file was seen in it. ``ram_cache``:
+    whether it keeps prompts in RAM. Not ``settled``: it could not be found out now, and should be asked again when the
+    runtime has nothing to do. ``cached`` and ``computed`` are the prompt tokens that asking cost."""
 
     mode: SlotMode
     rules: SlotRules | None
     why: str = ""
+    identity: Identity | None = None
+    missing: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
+    slots_dir_hint: str = ""
+    ram_cache: bool | None = None
+    settled: bool = True
+    cached: int = 0
+    computed: int = 0
 
 
 class SlotCheck(Protocol):

@@ -1,0 +1,325 @@
+"""How the slots of a runtime may be used: found out by using them, when a backend came up and has nothing to do.
+
+Nothing that a server tells says whether restoring a slot has any effect, whether idle slots are emptied behind our
+back, or whether it keeps prompts in a cache of its own. A prompt of 16 tokens in one idle slot does, in this order:
+
+1. save it, erase the slot, restore it, read it again: is it found? (not where a model keeps more than plain KV)
+2. read only its beginning, save again: two sizes give the bytes of a token and those of a file;
+3. read something else in the same slot, then the beginning again: found, so there is a RAM prompt cache;
+4. (one pool for all slots) read something in another slot, look: emptied, so idle slots do not keep what they hold.
+
+About 27 tokens are computed, half a second on two cores of a laptop, some milliseconds on a GPU. The slots are those
+that hold the least, empty ones as a rule, and are empty afterwards. All prompts are drawn by lot, so that no cache of
+the server knows them from an earlier check. Everything is bounded by ``check_s_max``. What cannot be found out now
+(no idle slot, no time, asleep) is *not settled*: the slots are the runtime's own affair until it can.
+
+What a short prompt cannot show: a model with a sliding window restores 16 tokens well and 10,000 not at all. That is
+for ``verify`` to see.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from typing import Final
+from urllib.parse import urlsplit
+
+import trio
+from attrs import define, field, frozen
+
+from ..adapters.base import Adapter, CapacityReport, Delta, Failed, HttpCall, HttpReply
+from ..adapters.slot_calls import Identity, PromptWork, SlotCalls, SlotDone, SlotView
+from ..core.types import PoolMode, SlotRules
+from ..errors import BackendUnavailableError, KVStreamError
+from .inject_settings import InjectSettings
+from .machine import llama_flags
+from .ports import Upstream
+from .slot_ports import SlotMode, SlotsFound
+
+PROMPT_TOKENS: Final = 16
+SHORT_TOKENS: Final = 4
+OTHER_TOKENS: Final = 2
+IDS: Final = (10, 250)  # any model has these, whatever they mean to it
+KEPT_SHARE: Final = 0.9  # of the tokens that a restore must bring back
+CHECK_NAME: Final = "kvstreamcheck"
+LOOPBACK: Final = frozenset(("127.0.0.1", "localhost", "::1"))
+
+SAVE_PATH_FLAG: Final = "--slot-save-path DIR"
+NO_RAM_FLAG: Final = "--cache-ram 0"
+NO_MEDIA_FLAG: Final = "no --mmproj"
+NO_PATH: Final = "it has no --slot-save-path, so KV state cannot be saved and restored"
+
+
+@frozen
+class _Stop(Exception):
+    """The check is over before its end."""
+
+    why: str
+    missing: tuple[str, ...] = ()
+    settled: bool = True
+
+
+async def check_slots(adapter: Adapter, upstream: Upstream, settings: InjectSettings, report: CapacityReport, *,
+                      sleeping: bool = False, rng: random.Random | None = None) -> SlotsFound:
+    """Ask the runtime, which should have nothing to do. ``sleeping``: it is not asked anything.
+
+    *Errors*: none; what goes wrong is a finding. *Cancellation*: safe; a slot may keep the 16 tokens.
+    """
+    calls = adapter.slots
+    if calls is None:
+        return SlotsFound("soft", None, "this kind of backend has no slots that can be saved")
+    if sleeping:
+        return SlotsFound("soft", None, "it sleeps; its slots are empty, and looking at them would wake it",
+                          settled=False)
+    if report.limits.mode is PoolMode.UNKNOWN:
+        return SlotsFound("soft", None, "its slots are not known: " + ("; ".join(report.notes) or "it does not tell"))
+    check = _Check(adapter, calls, upstream, settings, report, rng or random.Random())
+    try:
+        with trio.fail_after(settings.check_s_max):
+            return await check.run()
+    except _Stop as stop:
+        return check.soft(stop.why, stop.missing, settled=stop.settled)
+    except trio.TooSlowError:
+        return check.soft(f"the self-check was not done within {settings.check_s_max:g} s", settled=False)
+    except KVStreamError as error:
+        return check.soft(f"the self-check failed: {error.message}", settled=False)
+
+
+@define
+class _Check:
+    """One check, with what it has found so far."""
+
+    adapter: Adapter
+    calls: SlotCalls
+    upstream: Upstream
+    settings: InjectSettings
+    report: CapacityReport
+    rng: random.Random
+    cached: int = 0
+    computed: int = 0
+    ram_cache: bool | None = None
+    notes: list[str] = field(factory=list)
+    missing: list[str] = field(factory=list)
+
+    async def run(self) -> SlotsFound:
+        name = f"{CHECK_NAME}{self.rng.randrange(16**8):08x}.kv" if self._seen_dir() else f"{CHECK_NAME}.kv"
+        slots = await self._look()
+        slot, other = _two_idle(slots)
+        touched = [slot]
+        long, short = self._prompt(PROMPT_TOKENS), self._prompt(SHORT_TOKENS)
+        long = [*short, *long[SHORT_TOKENS:]]
+        try:
+            await self._can_save(slot, name)
+            full = await self._restore_works(slot, long, name)
+            hint = await self._where(name, full.bytes)
+            token_bytes, fixed_bytes = await self._sizes(slot, short, full, name)
+            self.ram_cache = await self._has_ram_cache(slot, short)
+            emptied = False
+            if self.report.limits.mode is PoolMode.UNIFIED and len(slots) > 1:
+                touched += [] if other is None else [other]
+                emptied = self.ram_cache if other is None else await self._empties_idle(slot, other)
+            return await self._found(len(slots), emptied, token_bytes, fixed_bytes, hint)
+        finally:
+            with trio.move_on_after(1) as cleaning:
+                cleaning.shield = True
+                await self._clean(touched, name)
+
+    def soft(self, why: str, missing: Sequence[str] = (), *, settled: bool = True) -> SlotsFound:
+        return SlotsFound("soft", None, why, missing=(*missing,), notes=tuple(self.notes), settled=settled,
+                          ram_cache=self.ram_cache, cached=self.cached, computed=self.computed)
+
+    # --- the steps ----------------------------------------------------------------------------------------------------
+
+    async def _look(self) -> tuple[SlotView, ...]:
+        reply = await self._ask(self.calls.look())
+        slots = self.calls.read_look(reply)
+        if slots is None:
+            missing = ("--slots (or no --no-slots)",) if reply.status == 501 else ()
+            raise _Stop(f"it does not show its slots ({self.adapter.error(reply).message})", missing,
+                        settled=reply.status in (501, 404, 200))
+        return slots
+
+    async def _can_save(self, slot: int, name: str) -> None:
+        """Before anything is computed; not asked again where the capacity probe has asked."""
+        if self.report.slot_files is None:
+            try:
+                await self._save(slot, name)
+            except _Stop as stop:
+                if NO_MEDIA_FLAG not in stop.missing:
+                    raise
+                self.notes.append(stop.why)  # then it is tried once with nothing but text in the slot
+        elif self.report.slot_files is False:
+            raise _Stop(NO_PATH, (SAVE_PATH_FLAG,))
+
+    async def _restore_works(self, slot: int, prompt: list[int], name: str) -> SlotDone:
+        work = await self._read(prompt, slot)
+        if work.slot not in (None, slot):
+            raise _Stop(f"a request for slot {slot} ran in slot {work.slot}: it takes no id_slot")
+        saved = await self._save(slot, name)
+        if saved.tokens < len(prompt):
+            raise _Stop(f"of {len(prompt)} tokens in a slot it saved {saved.tokens}", settled=False)
+        await self._done(self.calls.erase(slot))
+        await self._done(self.calls.restore(slot, name))
+        again = await self._read(prompt, slot)
+        if again.cached < KEPT_SHARE * (len(prompt) - 1):  # the last token is always computed
+            raise _Stop("restoring a slot has no effect: the prompt is read again afterwards. That is so with models "
+                        "that keep more than plain KV (hybrid, recurrent, or with a sliding window)",
+                        ("--swa-full, where the model has a sliding window",))
+        return saved
+
+    async def _sizes(self, slot: int, short: list[int], full: SlotDone, name: str) -> tuple[float, int]:
+        """Bytes of a token in a file, and those of the rest; zeros where two sizes do not tell."""
+        await self._read(short, slot)
+        less = await self._save(slot, name)
+        if not (0 < less.tokens < full.tokens and 0 < less.bytes < full.bytes):
+            self.notes.append("how large its files get is not known beforehand")
+            return 0.0, 0
+        each = (full.bytes - less.bytes) / (full.tokens - less.tokens)
+        return each, max(0, round(full.bytes - each * full.tokens))
+
+    async def _has_ram_cache(self, slot: int, short: list[int]) -> bool:
+        await self._read(self._prompt(OTHER_TOKENS, unlike=short[0]), slot)
+        return (await self._read(short, slot)).cached >= len(short) - 1
+
+    async def _empties_idle(self, slot: int, other: int) -> bool:
+        await self._read(self._prompt(1), other)
+        views = {view.slot: view for view in await self._look()}
+        return slot in views and not views[slot].tokens
+
+    async def _found(self, slots: int, emptied: bool, token_bytes: float, fixed_bytes: int, hint: str) -> SlotsFound:
+        identity = await self._identity(token_bytes)
+        if identity is None:
+            raise _Stop("it does not tell what model it has, so a saved slot could be another's", settled=False)
+        if self.ram_cache:
+            self.missing.append(NO_RAM_FLAG)
+            self.notes.append(
+                "its prompt cache in RAM is on: it can put one conversation's text before another's, and moves KV "
+                "about behind KVStream's back")
+        mode: SlotMode = "hard-unpinned" if emptied else "hard"
+        why = "saving and restoring works, requests are pinned to slots"
+        if emptied:
+            why = ("saving and restoring works, but it empties idle slots whenever a request starts, so requests are "
+                   "not pinned and slots keep nothing")
+            context = self.report.limits.request_tokens_max or 0
+            self.missing.insert(0, f"-np {slots} -c {slots * context}" if context else f"-np {slots}")
+        rules = SlotRules(slots, mode == "hard", identity.digest, token_bytes, fixed_bytes)
+        return SlotsFound(mode, rules, why, identity=identity, missing=tuple(self.missing), notes=tuple(self.notes),
+                          slots_dir_hint=hint, ram_cache=self.ram_cache, cached=self.cached, computed=self.computed)
+
+    async def _clean(self, slots: Sequence[int], name: str) -> None:
+        for slot in slots:
+            with suppress(KVStreamError):
+                await self._ask(self.calls.erase(slot))
+        folder = self._seen_dir()
+        if folder:
+            with suppress(OSError, ValueError):
+                await trio.Path(folder, name).unlink(missing_ok=True)
+
+    # --- what only this machine can tell ------------------------------------------------------------------------------
+
+    def _seen_dir(self) -> str:
+        """Where its files may lie as seen from here: as configured, or as a server on this machine was told."""
+        return self.settings.dir or self._flag_dir()
+
+    def _flag_dir(self) -> str:
+        parts = urlsplit(self.adapter.base_url)
+        if parts.hostname not in LOOPBACK:
+            return ""
+        flags = llama_flags(parts.port or 80)
+        return flags.slot_save_path if flags is not None else ""
+
+    async def _where(self, name: str, size: int) -> str:
+        """That folder, if the file that was just written is in it; empty otherwise."""
+        folder = self._seen_dir()
+        if not folder:
+            return ""
+        try:
+            there = (await trio.Path(folder, name).stat()).st_size == size
+        except (OSError, ValueError):
+            there = False
+        if not there:
+            self.notes.append(f"its files are not where they were expected: {folder}")
+        return folder if there else ""
+
+    async def _identity(self, token_bytes: float) -> Identity | None:
+        replies: dict[str, HttpReply | None] = {}
+        while calls := [(n, c) for n, c in self.calls.identity_calls(replies) if n not in replies]:
+            for name, call in calls:
+                try:
+                    replies[name] = await self._ask(call)
+                except KVStreamError:
+                    replies[name] = None
+        return self.calls.read_identity(replies, await self._files(self.calls.model_path(replies), token_bytes))
+
+    async def _files(self, path: str, token_bytes: float) -> Mapping[str, str]:
+        """Facts about the model's file. None, and then nothing else either, where it is not here: the identity holds
+        for one process of the server then, see ``SlotCalls.read_identity``."""
+        if not path or urlsplit(self.adapter.base_url).hostname not in LOOPBACK:
+            return {}
+        try:
+            stat = await trio.Path(path).stat()
+        except (OSError, ValueError):
+            return {}
+        layout = f"{self.report.limits.mode.value}, {token_bytes:g} bytes a token"
+        return {"model": f"{stat.st_size} bytes of {stat.st_mtime_ns}", "kv": layout}
+
+    # --- calls --------------------------------------------------------------------------------------------------------
+
+    def _prompt(self, tokens: int, unlike: int = 0) -> list[int]:
+        first = self.rng.choice([id for id in range(*IDS) if id != unlike])
+        return [first, *(self.rng.randrange(*IDS) for _ in range(tokens - 1))]
+
+    async def _ask(self, call: HttpCall) -> HttpReply:
+        return await self.upstream.request(call, timeout_s=self.settings.check_s_max)
+
+    async def _save(self, slot: int, name: str) -> SlotDone:
+        return await self._done(self.calls.save(slot, name))
+
+    async def _done(self, call: HttpCall) -> SlotDone:
+        done = self.calls.read_done(await self._ask(call))
+        if isinstance(done, SlotDone):
+            return done
+        if done.status == 501 and "multimodal" in done.message.lower():
+            raise _Stop(f"it saves no slots ({done.message})", (NO_MEDIA_FLAG,))
+        if done.status == 501:
+            raise _Stop(NO_PATH, (SAVE_PATH_FLAG,))
+        raise _Stop(f"a slot call failed: {done.message}", settled=done.status < 500)
+
+    async def _read(self, prompt: list[int], slot: int) -> PromptWork:
+        work = await read_prompt(self.upstream, self.calls, prompt, slot)
+        self.cached += work.cached
+        self.computed += work.computed
+        return work
+
+
+async def read_prompt(upstream: Upstream, calls: SlotCalls, ids: Sequence[int], slot: int | None) -> PromptWork:
+    """Read a prompt into a slot, answer nothing; what that cost.
+
+    *Errors*: ``BackendUnavailableError`` and whatever ``Upstream.open`` raises. *Cancellation*: closes the connection,
+    which stops the runtime after its batch.
+    """
+    decoder, last = calls.prompt_decoder(), None
+    async with upstream.open(calls.read_prompt(ids, slot)) as response:
+        while True:
+            data = await response.receive()
+            for event in decoder.feed(data) if data else decoder.finish():
+                if isinstance(event, Failed):
+                    raise BackendUnavailableError(f"a prompt was not read: {event.message}")
+                if isinstance(event, Delta) and event.data is not None:
+                    last = event.data
+            if not data:
+                break
+    work = calls.prompt_work(last)
+    if work is None:
+        raise BackendUnavailableError("the backend does not tell what reading a prompt cost")
+    return work
+
+
+def _two_idle(slots: Sequence[SlotView]) -> tuple[int, int | None]:
+    """The idle slots that hold the least, one or two."""
+    idle = sorted((view for view in slots if not view.busy), key=lambda view: (view.tokens or 0, -view.slot))
+    if not idle:
+        raise _Stop("all its slots are busy", settled=False)
+    return idle[0].slot, idle[1].slot if len(idle) > 1 else None
+
