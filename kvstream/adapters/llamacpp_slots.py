@@ -16,7 +16,7 @@ from typing import Any, Protocol
 
 from attrs import evolve, frozen
 
-from . import llamacpp_identity, messages, responses
+from . import llamacpp_identity, llamacpp_resume, messages, responses
 from .base import Decoder, Failed, HttpCall, HttpReply, ProxyRequest, UsageNumbers
 from .bodies import dumps
 from .chunks import as_count, usage_numbers
@@ -27,7 +27,7 @@ from .llamacpp_count import has_media
 from .llamacpp_state import slots_of
 from .native import NativeDecoder
 from .routes import route_of
-from .slot_calls import Identity, PromptWork, SlotDone, SlotView
+from .slot_calls import Identity, Legs, PromptWork, ResumeDecoder, SlotDone, SlotView
 
 _PINNED_FORMS = frozenset(("chat", "completions", "messages", "responses", "native"))
 _COUNTS = ("n_saved", "n_restored", "n_erased")
@@ -145,13 +145,25 @@ class LlamaCppSlots:
     # --- resuming ---
 
     def can_resume(self, request: ProxyRequest) -> bool:
-        return False
+        return llamacpp_resume.can_resume(request)
 
-    def resume(self, request: ProxyRequest, ids: Sequence[int], *, slot: int | None, made: int) -> HttpCall:
-        raise NotImplementedError
+    def resume(self, request: ProxyRequest, ids: Sequence[int], *, slot: int | None, made: int) -> HttpCall | None:
+        return llamacpp_resume.resume(self.server, request, ids, slot, made)
 
-    def resume_decoder(self, request: ProxyRequest, like: object, before: UsageNumbers) -> Decoder:
-        raise NotImplementedError
+    def resume_decoder(self, request: ProxyRequest, like: object, before: Legs) -> ResumeDecoder:
+        return llamacpp_resume.ResumeDecoder(request, like, before)
+
+    def detokenize(self, ids: Sequence[int]) -> HttpCall:
+        return llamacpp_resume.detokenize(self.server, ids)
+
+    def read_text(self, reply: HttpReply) -> str | None:
+        return llamacpp_resume.read_text(reply)
+
+    def tokenize(self, text: str) -> HttpCall:
+        return llamacpp_resume.tokenize(self.server, text)
+
+    def read_ids(self, reply: HttpReply) -> tuple[int, ...] | None:
+        return llamacpp_resume.read_ids(reply)
 
 
 def is_several(view: Mapping[str, Any]) -> bool:

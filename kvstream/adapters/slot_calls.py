@@ -11,7 +11,7 @@ from typing import Protocol
 
 from attrs import field, frozen
 
-from .base import Decoder, Failed, HttpCall, HttpReply, ProxyRequest, UsageNumbers
+from .base import Decoder, Failed, HttpCall, HttpReply, ProxyRequest, UpstreamEvent
 
 
 @frozen
@@ -56,6 +56,26 @@ class Identity:
     context: int = 0
     slots: int = 0
     router: bool = False
+
+
+@frozen
+class Legs:
+    """What the parts of an answer that came before used: its prompt, how much of that was ``cached`` (None: not told),
+    ``completion`` tokens that the client has, and seconds of reading and answering."""
+
+    prompt: int
+    completion: int
+    cached: int | None = None
+    prompt_s: float = 0.0
+    answer_s: float = 0.0
+
+
+class ResumeDecoder(Decoder, Protocol):
+    """The decoder of a continuation."""
+
+    def at_limit(self) -> list[UpstreamEvent]:
+        """The events that end an answer whose limit was reached just when it was stopped."""
+        ...
 
 
 class SlotCalls(Protocol):
@@ -116,11 +136,24 @@ class SlotCalls(Protocol):
         """Whether an answer to this request could be stopped and continued without its client being able to tell."""
         ...
 
-    def resume(self, request: ProxyRequest, ids: Sequence[int], *, slot: int | None, made: int) -> HttpCall:
-        """Continue after ``ids`` (prompt and the answer so far), of which ``made`` tokens were answered."""
+    def resume(self, request: ProxyRequest, ids: Sequence[int], *, slot: int | None, made: int) -> HttpCall | None:
+        """Continue after ``ids`` (prompt and the answer so far), of which ``made`` tokens were answered. None: the
+        client's limit leaves nothing to ask for, see :meth:`ResumeDecoder.at_limit`."""
         ...
 
-    def resume_decoder(self, request: ProxyRequest, like: object, before: UsageNumbers) -> Decoder:
+    def resume_decoder(self, request: ProxyRequest, like: object, before: Legs) -> ResumeDecoder:
         """Turns the continuation into events whose frames look like those of the answer so far: ``like`` is its last
         parsed frame, ``before`` what the parts before it used. No role frame; usage is the sum."""
         ...
+
+    def detokenize(self, ids: Sequence[int]) -> HttpCall: ...
+
+    def read_text(self, reply: HttpReply) -> str | None:
+        """The text of the tokens of :meth:`detokenize`; bytes that are no whole character are U+FFFD."""
+        ...
+
+    def tokenize(self, text: str) -> HttpCall:
+        """Tokens of a text in the middle of a sequence. Their own text need not be the same: ask."""
+        ...
+
+    def read_ids(self, reply: HttpReply) -> tuple[int, ...] | None: ...
