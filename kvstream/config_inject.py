@@ -15,3 +15,14 @@ class InjectConfig:
 
     mode: Literal["auto", "off"] = key(
         "auto", "Use the runtime's slots where a self-check shows that saving and restoring works, or never.")
+    dir: str = key(
+        "", "The runtime's --slot-save-path, as seen from here. Empty: find out; where its files cannot be seen from "
+            "here, files_max names are used in turn.")
+    disk_bytes_max: int = key(
+        8 * 2**30, "Most bytes of saved KV on disk; the least recently used go first.", unit="bytes", low=2**20)
+    files_max: int = key(
+        32, "Most files on a runtime's disk that cannot be seen, and so not be cleaned up, from here.",
+        unit="files", low=1, high=4096)
+    slow_save_s: float = key(
+        3.0, "A save that takes longer stops saving for a while: all streams of the runtime stand still meanwhile.",
+        unit="seconds", low=0.01)

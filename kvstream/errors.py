@@ -6,6 +6,7 @@
     ├─ ConfigError                     the configuration is wrong; the process does not start (exit code 2)
     ├─ PortInUseError                  the address is taken (exit code 3)
     ├─ EmbeddedError                   the llama.cpp child cannot be found, started or kept alive
+    ├─ StoreError                      a file of saved KV cannot be written, kept or offered; requests go on without
     ├─ RequestError                    the client's fault: 4xx
     │  ├─ InvalidRequestError          400  malformed body, wrong type of a field
     │  ├─ ContextLengthError           400  can never fit; names both numbers
@@ -103,6 +104,12 @@ class PortInUseError(KVStreamError):
 
 class EmbeddedError(KVStreamError):
     code = "embedded_backend"
+
+
+class StoreError(KVStreamError):
+    """Saved KV. No client ever sees it: what was to be restored is computed."""
+
+    code = "kv_store"
 
 
 class RequestError(KVStreamError):

@@ -22,6 +22,7 @@ from attrs import field, frozen
 
 from ..errors import EmbeddedError
 from .embedded_child import clean_environment, read_flags
+from .filelock import try_lock
 
 FROZEN_SUBCOMMAND = "_llama-child"
 INSTANCES_MAX = 64
@@ -339,7 +340,7 @@ def _claim(root: Path) -> tuple[int, Place] | None:
         if claim is not None and not lock_file.exists():
             break  # numbers are claimed from below: beyond the first unused one there are none
         fd = os.open(lock_file, os.O_RDWR | os.O_CREAT, 0o600)
-        if not _try_lock(fd):
+        if not try_lock(fd):
             os.close(fd)
             continue
         shutil.rmtree(slot_dir, ignore_errors=True)
@@ -350,18 +351,3 @@ def _claim(root: Path) -> tuple[int, Place] | None:
         else:
             os.close(fd)
     return claim
-
-
-def _try_lock(fd: int) -> bool:
-    try:
-        if sys.platform == "win32":
-            import msvcrt
-
-            msvcrt.locking(fd, msvcrt.LK_NBLCK, 1)
-        else:
-            import fcntl
-
-            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
-        return False
-    return True

@@ -103,9 +103,17 @@ def engine_settings(config: Config) -> EngineSettings:
         include_usage=upstream.include_usage,
         passthrough=upstream.non_stream == "pass",
         tokens_keyed_max=prefix.max_prefix_length if prefix.enabled else 0,
-        inject=InjectSettings() if config.inject.mode != "off" else None,
+        inject=inject_settings(config) if config.inject.mode != "off" else None,
         hygiene=HygieneSettings(config.prefix.volatile, config.prefix.normalize, config.prefix.diagnose),
     )
+
+
+def inject_settings(config: Config) -> InjectSettings:
+    """What hard inject is told."""
+    inject = config.inject
+    return InjectSettings(
+        dir=inject.dir, state_dir=config.embedded.state_dir, disk_bytes_max=inject.disk_bytes_max,
+        files_max=inject.files_max, slow_save_s=inject.slow_save_s)
 
 
 def coalesce_settings(config: Config) -> CoalesceSettings:

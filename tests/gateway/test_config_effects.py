@@ -35,21 +35,10 @@ from kvstream.gateway.settings import embedded_spec, engine_settings, make_adapt
 from tests.fakes import FakeRuntime, FakeUpstream, Script, open_runtime
 from tests.fakes.client import connect, fetch, open_request, send_request
 from tests.fakes.server import open_server
+from tests.gateway.effects import EFFECTS, effect
+from tests.gateway.effects_inject import *  # noqa: F403
 
 CHAT = "/v1/chat/completions"
-EFFECTS: dict[str, str] = {}
-Test = Callable[..., Any]
-
-
-def effect(path: str) -> Callable[[Test], Test]:
-    """Enter a test into the table. It is collected under its own name, which says what the effect is."""
-
-    def enter(test: Test) -> Test:
-        assert path not in EFFECTS and test.__name__.startswith("test_")
-        EFFECTS[path] = test.__name__
-        return test
-
-    return enter
 
 
 def test_every_key_has_its_effect_shown() -> None:
@@ -1344,12 +1333,3 @@ def test_lines_are_for_people_or_machines(logged: Callable[[Mapping[str, Any]], 
     lines = logged({"logging.format": "json"}).splitlines()
     assert [json.loads(line)["message"] for line in lines] == ["a request", "a warning"]
     assert not logged({"logging.format": "text"}).startswith("{")
-
-
-# --- [inject] ---------------------------------------------------------------------------------------------------------
-
-
-@effect("inject.mode")
-def test_hard_inject_is_off_when_asked() -> None:
-    assert engine_settings(configured({"inject.mode": "off"})).inject is None
-    assert engine_settings(configured({})).inject is not None

@@ -1,0 +1,81 @@
+"""The effects of the keys of [inject]. Imported, and so collected, by ``test_config_effects``.
+
+To add one: write it here with ``@effect``, and its name into ``__all__``."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import trio
+
+from kvstream.errors import StoreError
+from kvstream.gateway.settings import engine_settings
+from tests.gateway.effects import effect, inject_config
+from tests.gateway.test_kvstore import ids_of, kv_file, save, spec_of, store_at
+
+__all__ = [
+    "test_a_save_that_is_slower_stops_saving",
+    "test_hard_inject_is_off_when_asked",
+    "test_saved_files_are_looked_for_there",
+    "test_so_many_bytes_of_saved_kv_are_kept",
+    "test_so_many_names_are_used_where_files_cannot_be_seen",
+]
+
+
+def told(**keys: Any) -> dict[str, Any]:
+    """What the store is told."""
+    inject = engine_settings(inject_config(**keys)).inject
+    assert inject is not None
+    return {name: getattr(inject, name) for name in ("disk_bytes_max", "files_max", "slow_save_s")}
+
+
+@effect("inject.mode")
+def test_hard_inject_is_off_when_asked() -> None:
+    assert engine_settings(inject_config(mode="off")).inject is None
+    assert engine_settings(inject_config()).inject is not None
+
+
+@effect("inject.dir")
+def test_saved_files_are_looked_for_there() -> None:
+    inject = engine_settings(inject_config(dir="/somewhere")).inject
+    assert inject is not None and inject.dir == "/somewhere"
+
+
+@effect("inject.disk_bytes_max")
+async def test_so_many_bytes_of_saved_kv_are_kept(tmp_path: Path) -> None:
+    size = len(kv_file(ids_of(1)))
+    store = store_at(tmp_path, **told(disk_bytes_max=2 * size))
+    await store.load()
+    await save(store, tmp_path, ids_of(1))
+    await save(store, tmp_path, ids_of(2))
+    with pytest.raises(StoreError, match="disk_bytes_max"):
+        await save(store, tmp_path, ids_of(3))
+    store.close()
+
+
+@effect("inject.files_max")
+async def test_so_many_names_are_used_where_files_cannot_be_seen(tmp_path: Path) -> None:
+    from kvstream.adapters.slot_calls import SlotDone
+
+    store = store_at(None, tmp_path, **told(files_max=3))
+    await store.load()
+    names = set()
+    for n in range(8):
+        spec = spec_of(ids_of(n))
+        names.add(store.temporary(spec.name))
+        await store.keep(spec, SlotDone(0, 100, 1000))
+    assert len(names) == 3
+    store.close()
+
+
+@effect("inject.slow_save_s")
+async def test_a_save_that_is_slower_stops_saving(tmp_path: Path, autojump_clock: trio.abc.Clock) -> None:
+    store = store_at(tmp_path, **told(slow_save_s=0.5))
+    await store.load()
+    await save(store, tmp_path, ids_of(1), seconds=0.4)
+    assert store.saving
+    await save(store, tmp_path, ids_of(2), seconds=0.6)
+    assert not store.saving and store.view().files == 2
+    store.close()
