@@ -78,11 +78,13 @@ class HttpReply:
 
 @frozen
 class UsageNumbers:
-    """Token counts of one request. ``cached`` is None when the runtime does not report it."""
+    """Token counts of one request. ``cached`` is None when the runtime does not report it. ``prompt_s``: how long it
+    computed over the prompt's other tokens, None where it does not say; a measurement, so equal counts are equal."""
 
     prompt: int
     completion: int
     cached: int | None = None
+    prompt_s: float | None = field(default=None, eq=False)
 
 
 @frozen

@@ -6,12 +6,13 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from attrs import define, field
+from attrs import define, evolve, field
 
 from .base import Finished, UsageNumbers
 
 _NOT_OUTPUT = frozenset({"role"})
 COUNT_MAX = 10**9  # no context is longer, and sums of it stay exact in a float (metrics add counts up as such)
+MS_MAX = 10**12
 
 
 @define
@@ -81,11 +82,20 @@ def usage_numbers(data: Mapping[str, Any]) -> UsageNumbers | None:
             as_count(usage["prompt_tokens"]),
             as_count(usage.get("completion_tokens")),
             as_count(cached) if isinstance(cached, int) else timed_cache,
+            prompt_seconds(timings),
         )
     if isinstance(timings, dict) and "prompt_n" in timings:
         prompt = (timed_cache or 0) + as_count(timings["prompt_n"])
-        return UsageNumbers(prompt, as_count(timings.get("predicted_n")), timed_cache)
+        return UsageNumbers(prompt, as_count(timings.get("predicted_n")), timed_cache, prompt_seconds(timings))
     return None
+
+
+def prompt_seconds(timings: Any) -> float | None:
+    """``prompt_ms`` of llama.cpp's timings in seconds; None where there is none, or nothing that could be a time."""
+    value = timings.get("prompt_ms") if isinstance(timings, dict) else None
+    if not isinstance(value, (int, float)) or isinstance(value, bool) or not 0 <= value < MS_MAX:
+        return None
+    return value / 1000
 
 
 def as_count(value: Any) -> int:
@@ -118,9 +128,9 @@ class UsageTally:
         first = choices[0] if choices and isinstance(choices[0], dict) else {}
         index = first.get("index")
         self._by_choice[index if isinstance(index, int) else 0] = numbers.completion
-        return UsageNumbers(numbers.prompt, sum(self._by_choice.values()), numbers.cached)
+        return evolve(numbers, completion=sum(self._by_choice.values()))
 
     def standalone(self, numbers: UsageNumbers) -> UsageNumbers:
         """The counts so far, given those of a usage-only chunk."""
         self._standalone += numbers.completion
-        return UsageNumbers(numbers.prompt, self._standalone, numbers.cached)
+        return evolve(numbers, completion=self._standalone)

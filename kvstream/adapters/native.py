@@ -78,8 +78,9 @@ def numbers_of(data: Mapping[str, Any]) -> UsageNumbers:
 def summed(counts: Mapping[int, UsageNumbers]) -> UsageNumbers:
     """Over all indexes: every one has read its own prompt."""
     cached = [numbers.cached for numbers in counts.values() if numbers.cached is not None]
+    seconds = [numbers.prompt_s for numbers in counts.values() if numbers.prompt_s is not None]
     return UsageNumbers(sum(n.prompt for n in counts.values()), sum(n.completion for n in counts.values()),
-                        sum(cached) if cached else None)
+                        sum(cached) if cached else None, sum(seconds) if len(seconds) == len(counts) else None)
 
 
 def whole_events(data: Any, plan: StreamPlan) -> list[UpstreamEvent] | None:

@@ -9,8 +9,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from attrs import evolve
+
 from .base import Delta, Done, Finished, UpstreamEvent, Usage, UsageNumbers
-from .chunks import as_count
+from .chunks import as_count, prompt_seconds
 from .failure import failed_frame
 from .frames import TRUNCATED, NamedDecoder, StreamPlan, named_frame
 from .framing import SseFrame
@@ -41,17 +43,19 @@ class ResponsesDecoder(NamedDecoder):
         elif kind in _ENDS:
             self.closed = True
             events.append(Delta(raw, data))
-            events.extend(ending_of(response))
+            events.extend(ending_of(response, data.get("timings")))
             events.append(Done(b""))
         else:
             tokens, text = _output(kind, data)
             events.append(Delta(raw, data, tokens, text))
 
 
-def ending_of(response: Mapping[str, Any]) -> list[UpstreamEvent]:
-    """Usage and reason of a response that is over."""
+def ending_of(response: Mapping[str, Any], timings: object = None) -> list[UpstreamEvent]:
+    """Usage and reason of a response that is over; llama.cpp's ``timings`` stand beside it in the last event."""
     usage = response.get("usage")
-    events: list[UpstreamEvent] = [Usage(b"", usage_of(usage))] if isinstance(usage, Mapping) else []
+    events: list[UpstreamEvent] = []
+    if isinstance(usage, Mapping):
+        events.append(Usage(b"", evolve(usage_of(usage), prompt_s=prompt_seconds(timings))))
     details = response.get("incomplete_details")
     reason = details.get("reason") if isinstance(details, Mapping) else None
     return [*events, Finished(str(reason or response.get("status") or "completed"))]
