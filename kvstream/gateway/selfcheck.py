@@ -20,7 +20,7 @@ for ``verify`` to see.
 from __future__ import annotations
 
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from typing import Final
 from urllib.parse import urlsplit
@@ -61,8 +61,10 @@ class _Stop(Exception):
 
 
 async def check_slots(adapter: Adapter, upstream: Upstream, settings: InjectSettings, report: CapacityReport, *,
-                      sleeping: bool = False, rng: random.Random | None = None) -> SlotsFound:
-    """Ask the runtime, which should have nothing to do. ``sleeping``: it is not asked anything.
+                      sleeping: bool = False, stop: Callable[[], bool] = lambda: False,
+                      rng: random.Random | None = None) -> SlotsFound:
+    """Ask the runtime, which should have nothing to do. ``sleeping``: it is not asked anything. ``stop`` is asked
+    before every step: a request that comes meanwhile may get our slot, and then nothing may be pinned to it.
 
     *Errors*: none; what goes wrong is a finding. *Cancellation*: safe; a slot may keep the 16 tokens.
     """
@@ -74,7 +76,7 @@ async def check_slots(adapter: Adapter, upstream: Upstream, settings: InjectSett
                           settled=False)
     if report.limits.mode is PoolMode.UNKNOWN:
         return SlotsFound("soft", None, "its slots are not known: " + ("; ".join(report.notes) or "it does not tell"))
-    check = _Check(adapter, calls, upstream, settings, report, rng or random.Random())
+    check = _Check(adapter, calls, upstream, settings, report, stop, rng or random.Random())
     try:
         with trio.fail_after(settings.check_s_max):
             return await check.run()
@@ -95,6 +97,7 @@ class _Check:
     upstream: Upstream
     settings: InjectSettings
     report: CapacityReport
+    stop: Callable[[], bool]
     rng: random.Random
     cached: int = 0
     computed: int = 0
@@ -208,7 +211,8 @@ class _Check:
                           slots_dir_hint=hint, ram_cache=self.ram_cache, cached=self.cached, computed=self.computed)
 
     async def _clean(self, slots: Sequence[int], name: str) -> None:
-        for slot in slots:
+        wrote = self.cached + self.computed > 0 and not self.stop()
+        for slot in slots if wrote else ():
             with suppress(KVStreamError):
                 await self._ask(self.calls.erase(slot))
         folder = self._seen_dir()
@@ -270,6 +274,10 @@ class _Check:
         first = self.rng.choice([id for id in range(*IDS) if id != unlike])
         return [first, *(self.rng.randrange(*IDS) for _ in range(tokens - 1))]
 
+    def _go_on(self) -> None:
+        if self.stop():
+            raise _Stop("requests came in the middle of the self-check", settled=False)
+
     async def _ask(self, call: HttpCall) -> HttpReply:
         return await self.upstream.request(call, timeout_s=self.settings.check_s_max)
 
@@ -277,6 +285,7 @@ class _Check:
         return await self._done(self.calls.save(slot, name))
 
     async def _done(self, call: HttpCall) -> SlotDone:
+        self._go_on()
         done = self.calls.read_done(await self._ask(call))
         if isinstance(done, SlotDone):
             return done
@@ -287,6 +296,7 @@ class _Check:
         raise _Stop(f"a slot call failed: {done.message}", settled=done.status < 500)
 
     async def _read(self, prompt: list[int], slot: int) -> PromptWork:
+        self._go_on()
         work = await read_prompt(self.upstream, self.calls, prompt, slot)
         self.cached += work.cached
         self.computed += work.computed
