@@ -17,7 +17,9 @@ from typing import Final, Protocol, TypeVar
 
 from attrs import frozen
 
-from ..core.types import PageKey
+from ..adapters.llamacpp_slotfile import read_head
+from ..adapters.slot_calls import SlotDone
+from ..core.types import PageKey, SaveSpec
 from ..errors import StoreError
 from .filelock import Owner
 from .kvfiles import (
@@ -309,3 +311,17 @@ def packed_ids(ids: Sequence[int]) -> bytes:
     packed = numbers.tobytes()
     at = next((4 * index for index, number in enumerate(ids) if number & 0xFFFFFFFF == 0xFFFFFFFF), len(packed))
     return packed[:at]
+
+
+def token_ids(head: bytes) -> Sequence[int] | None:
+    """What llama.cpp's files tell of themselves."""
+    found = read_head(head)
+    return None if found is None else found.ids
+
+
+def check_promise(spec: SaveSpec, done: SlotDone) -> None:
+    """*Errors*: ``StoreError`` when the slot held less than it was saved for, or nobody knows what."""
+    if done.tokens < 1 or done.tokens < spec.tokens:
+        raise StoreError(f"the slot held {done.tokens} tokens when it was saved, not {spec.tokens}: not kept")
+    if not spec.keys or len({len(key.content) for key in spec.keys}) != 1 or len(spec.keys[0].content) % 4:
+        raise StoreError("nothing is known of what the slot holds: not kept")

@@ -15,23 +15,22 @@ from __future__ import annotations
 import logging
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
-from typing import Final, TypeVar, Union
+from typing import Final, Literal, TypeVar, Union
 
 import trio
 from attrs import define, frozen
 
-from ..adapters.llamacpp_slotfile import read_head
 from ..adapters.slot_calls import Identity, SlotDone
 from ..core.types import SavedPrefix, SaveSpec
 from ..errors import StoreError
 from .inject_settings import InjectSettings
 from .kvfiles import NAME, Disk, FileState
 from .kvremote import RemoteShelf
-from .kvshelf import Draft, LocalShelf, ReadIds, Stocked
+from .kvshelf import Draft, LocalShelf, ReadIds, Stocked, check_promise, token_ids
 from .manifest import Manifest, bounded_facts
-from .saving import SavingSwitch, StoreView
+from .saving import SavingSwitch, StoreMeter, StoreView
 
 log = logging.getLogger("kvstream.store")
 
@@ -55,11 +54,6 @@ class _Pending:
     bytes: int
 
 
-def token_ids(head: bytes) -> Sequence[int] | None:
-    found = read_head(head)
-    return None if found is None else found.ids
-
-
 class KvStore:
     """The saved prefixes of one lane. One owner; methods are called from one task group, in any order.
 
@@ -70,11 +64,12 @@ class KvStore:
 
     def __init__(self, dir: Path | None, state_dir: Path, identity: Identity, settings: InjectSettings, *,
                  page_tokens: int = 0, read_ids: ReadIds = token_ids, disk: Disk | None = None,
-                 wall: Callable[[], float] = time.time) -> None:
+                 meter: StoreMeter | None = None, wall: Callable[[], float] = time.time) -> None:
         self._settings = settings
         self._identity = identity
         self._page_tokens = page_tokens
         self._wall = wall
+        self._meter = meter
         self._shelf: Union[LocalShelf, RemoteShelf] = (
             RemoteShelf(state_dir, disk or Disk(), settings.files_max) if dir is None
             else LocalShelf(dir, disk or Disk(), read_ids))
@@ -82,7 +77,7 @@ class KvStore:
         self._others: list[Stocked] = []
         self._pending: dict[str, _Pending] = {}
         self._abandoned: deque[str] = deque(maxlen=ABANDONED_MAX)
-        self._switch = SavingSwitch()
+        self._switch = SavingSwitch(meter)
         self._uses_written = 0.0
         self._threads = trio.CapacityLimiter(THREADS)
         self._changing = trio.Lock()  # a sweep must not see a file between its two renames
@@ -143,6 +138,7 @@ class KvStore:
                     self._others.append(stocked)
             self._others.sort(key=lambda stocked: stocked.manifest.used)
             self._trim()
+        self._tell()
         return [self._prefix(kept.manifest) for kept in self._kept.values()]
 
     def _is_ours(self, manifest: Manifest) -> bool:
@@ -213,7 +209,7 @@ class KvStore:
             raise StoreError(f"no save of {spec.name} was begun")
         kept = False
         try:
-            self._check_promise(spec, done)
+            check_promise(spec, done)
             prefix = await self._keep(spec, done, pending.file)
             kept = True
         finally:
@@ -230,12 +226,6 @@ class KvStore:
             self._switch.worked()
         await self._write_uses()
         return prefix
-
-    def _check_promise(self, spec: SaveSpec, done: SlotDone) -> None:
-        if done.tokens < 1 or done.tokens < spec.tokens:
-            raise StoreError(f"the slot held {done.tokens} tokens when it was saved, not {spec.tokens}: not kept")
-        if not spec.keys or len({len(key.content) for key in spec.keys}) != 1 or len(spec.keys[0].content) % 4:
-            raise StoreError("nothing is known of what the slot holds: not kept")
 
     async def _keep(self, spec: SaveSpec, done: SlotDone, file: str) -> SavedPrefix:
         where = self._shelf.folder
@@ -260,6 +250,7 @@ class KvStore:
                 raise self._switch.failed(error, f"a file cannot be kept in {where}", trio.current_time()) from error
             self._kept[spec.name] = _Kept(manifest, written.state)
         self._saved += 1
+        self._tell("replaced" if stale else None)
         return self._prefix(manifest)
 
     def failed(self, name: str, why: str) -> None:
@@ -304,8 +295,7 @@ class KvStore:
             kept.state = await self._shelf.verify(kept.manifest, kept.state, self._in_thread)
         except (OSError, StoreError) as error:
             if self._kept.get(name) is kept:
-                self._dropped += 1
-                self.forget(name)
+                self.forget(name, "bad")
             why = error.strerror or error if isinstance(error, OSError) else error
             log.warning("the saved KV %s cannot be used and is dropped: %s", kept.manifest.file, why)
             raise StoreError(f"the saved KV {name} cannot be used: {why}") from error
@@ -323,8 +313,7 @@ class KvStore:
         else:
             log.warning("the runtime restored %d tokens from %s, which had %d; it is dropped",
                         done.tokens, kept.manifest.file, kept.manifest.tokens)
-            self._dropped += 1
-            self.forget(name)
+            self.forget(name, "bad")
         return good
 
     def used(self, name: str) -> None:
@@ -334,11 +323,14 @@ class KvStore:
             kept.manifest = kept.manifest.touched(self._wall(), kept.manifest.hits + 1)
             kept.unwritten = True
 
-    def forget(self, name: str) -> None:
-        """It is not offered any more, now or after a restart. Quick, never raises."""
+    def forget(self, name: str, why: Literal["quota", "bad"] = "quota") -> None:
+        """It is not offered any more, now or after a restart: for room, or because it is ``bad``. Quick, never raises.
+        """
         kept = self._kept.pop(name, None)
         if kept is not None:
             self._shelf.remove(kept.manifest)
+            self._dropped += why == "bad"
+            self._tell(why)
 
     def close(self) -> None:
         """Write down the last uses, remove what is half done. Quick, idempotent, never raises; saves that the runtime
@@ -378,7 +370,14 @@ class KvStore:
     def _drop_other(self) -> str:
         stocked = self._others.pop(0)
         self._shelf.remove(stocked.manifest)
+        self._tell("identity")
         return stocked.manifest.file
+
+    def _tell(self, gone: Literal["quota", "bad", "replaced", "identity"] | None = None) -> None:
+        if self._meter is not None:
+            self._meter.store(files=len(self._kept), bytes=sum(kept.manifest.size for kept in self._kept.values()))
+            if gone is not None:
+                self._meter.evicted(gone)
 
     # --- last uses ----------------------------------------------------------------------------------------------------
 

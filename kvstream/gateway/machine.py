@@ -10,6 +10,8 @@ import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
+from attrs import evolve
+
 from ..adapters.llamacpp_flags import ENVIRONMENT_PREFIX, ServerFlags, is_llama_server
 
 PROCESSES_MAX = 10_000
@@ -58,10 +60,20 @@ def llama_flags(port: int, proc: Path = Path("/proc")) -> ServerFlags | None:
     found = []
     for pid, argv in _commands(proc):
         if is_llama_server(argv):
-            flags = ServerFlags.read(argv, _environment(pid, ENVIRONMENT_PREFIX))
+            flags = _absolute(ServerFlags.read(argv, _environment(pid, ENVIRONMENT_PREFIX)), pid)
             if flags.port == port:
                 found.append(flags)
     return found[0] if found and all(flags == found[0] for flags in found) else None
+
+
+def _absolute(flags: ServerFlags, pid: Path) -> ServerFlags:
+    """A relative folder is meant from where the server runs; it stays as it is where that cannot be seen."""
+    if not flags.slot_save_path or Path(flags.slot_save_path).is_absolute():
+        return flags
+    try:
+        return evolve(flags, slot_save_path=str((pid / "cwd").readlink() / flags.slot_save_path))
+    except OSError:
+        return flags
 
 
 def ollama_variables(proc: Path = Path("/proc")) -> Mapping[str, str] | None:

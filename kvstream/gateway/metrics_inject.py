@@ -17,6 +17,7 @@ from attrs import field, frozen
 from prometheus_client import CollectorRegistry, Counter, Gauge
 
 from ..core.types import SaveWhy
+from .saving import OffKind
 
 MODES: Final = ("hard", "hard-unpinned", "soft")
 SOURCES: Final = ("reported", "expected")
@@ -60,6 +61,9 @@ class InjectMeters:
         self.swapped = gauge("swapped_out", "Preempted requests whose state is in a file now.")
         self.store_bytes = gauge("inject_store_bytes", "Bytes of saved KV on disk.")
         self.store_files = gauge("inject_store_files", "Files of saved KV.")
+        self.saving_off = counter(
+            "inject_saving_off", "Times saving was switched off for a while, by what was wrong with the disk.", "why")
+        self.saving = gauge("inject_saving", "0 while nothing is saved for the disk's sake.")
         self.evictions = counter("inject_store_evictions", "Files of saved KV deleted, by why.", "why")
 
     def lane(self, name: str) -> InjectMeter:
@@ -126,6 +130,12 @@ class InjectMeter:
         """What the store holds now."""
         self._of.store_files.labels(self._name).set(files)
         self._of.store_bytes.labels(self._name).set(bytes)
+
+    def saving(self, off: OffKind | None) -> None:
+        """Saving went off, and why; or (None) it works again."""
+        self._of.saving.labels(self._name).set(off is None)
+        if off is not None:
+            self._of.saving_off.labels(self._name, off).inc()
 
     def evicted(self, why: Literal["quota", "bad", "replaced", "identity"]) -> None:
         """A file was deleted: for room, because it was damaged, for a longer one, or as another model's."""

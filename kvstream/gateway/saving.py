@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import errno
 import logging
-from typing import Final, Literal
+from typing import Final, Literal, Protocol
 
 from attrs import frozen
 
@@ -21,11 +21,22 @@ _FULL: Final = frozenset((errno.ENOSPC, errno.EDQUOT, errno.EFBIG))
 _READ_ONLY: Final = frozenset((errno.EROFS, errno.EACCES, errno.EPERM))
 
 
+class StoreMeter(Protocol):
+    """Who counts what happens to the files; ``metrics_inject.InjectMeter`` does."""
+
+    def store(self, *, files: int, bytes: int) -> None: ...
+    def evicted(self, why: Literal["quota", "bad", "replaced", "identity"]) -> None: ...
+    def saving(self, off: OffKind | None) -> None: ...
+
+
 class SavingSwitch:
     """Saving goes off with one warning, is tried again after a pause that doubles, and comes back with one line. Times
     are the scheduler's. ``offs`` counts by kind."""
 
-    def __init__(self) -> None:
+    def __init__(self, meter: StoreMeter | None = None) -> None:
+        self._meter = meter
+        if meter is not None:
+            meter.saving(None)
         self.offs: dict[OffKind, int] = dict.fromkeys(OFF_KINDS, 0)
         self.why = ""
         self._until = 0.0
@@ -45,6 +56,8 @@ class SavingSwitch:
         (log.debug if self._in_a_row else log.warning)(
             "saving KV is off, requests go on without it: %s; it is tried again in %.0f s", why, pause)
         self.offs[kind] += 1
+        if self._meter is not None:
+            self._meter.saving(kind)
         self.why, self._until, self._in_a_row = why, now + pause, self._in_a_row + 1
 
     def fault(self, why: str, now: float) -> None:
@@ -70,6 +83,8 @@ class SavingSwitch:
     def worked(self) -> None:
         if self._in_a_row:
             log.info("saving KV works again")
+            if self._meter is not None:
+                self._meter.saving(None)
         self._in_a_row = self._faults = 0
         self.why = ""
 
