@@ -23,7 +23,7 @@ its room left, because tokens are still under way when we decide. UNKNOWN: it ru
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from functools import partial
 from math import inf
 from typing import Final
@@ -34,7 +34,8 @@ from .prefix import PrefixNode, PrefixTree
 from .settings import SchedulerSettings
 from .state import Running, Waiting
 from .table import PageTable
-from .types import AccountingBug, CountSource, Limits, PageId, PoolMode, Tier
+from .tokens import common_pages
+from .types import AccountingBug, CountSource, Limits, PageId, PageKey, PoolMode, Tier
 
 GROWTH_PAGES_MIN: Final = 64  # growth in one report that is taken as it is, also where it overdraws
 ESTIMATE_FACTOR_MAX: Final = 2  # the most by which an estimate of a prompt's length is taken to be too high
@@ -228,6 +229,20 @@ class Ledger:
         self.pool.drop(run.table.pages())
         run.path, run.table = (), PageTable(run.table.page_tokens)
         self._make_free(0)
+
+    def forget(self, lost: Sequence[PageKey], kept: Iterable[Sequence[PageKey]]) -> None:
+        """A slot does not hold the pages ``lost`` any more; ``kept`` is what the others hold, and what this one does
+        now. Cached pages that are in none of them are forgotten, and whatever continues them: a node stands for content
+        that is somewhere. Tables that run on such pages keep them. O(slots + pages that go)."""
+        depth = max((common_pages(lost, keys) for keys in kept), default=0)
+        self.evicted += self.tree.prune(lost, depth)
+        self._make_free(0)
+
+    def check_held(self, held: Iterable[Sequence[PageKey]]) -> None:
+        """Raise AssertionError if a cached page that nobody runs on is in none of the slots that hold these pages."""
+        digests = {key.digest for keys in held for key in keys}
+        for node in self.tree.nodes():
+            assert node.locks or node.key.digest in digests, "a cached page that no slot holds"
 
     def forecasts(self, running: Iterable[Running], head: Waiting, head_run: list[PrefixNode]) -> list[Forecast]:
         """What each running request gives back towards the head's charge, and when. A draining one is over as soon as

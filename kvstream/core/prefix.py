@@ -161,6 +161,27 @@ class PrefixTree:
             done += 1
         return done
 
+    def prune(self, keys: Sequence[PageKey], depth: int) -> int:
+        """Forget what lies on the path ``keys`` below its first ``depth`` pages, with all that continues it; returns
+        how many pages that were. What running tables use stays until they are done."""
+        node: PrefixNode | None = None
+        children = self._roots
+        for key in keys[: depth + 1]:
+            node = children.get(key.digest)
+            if node is None or node.key.content != key.content:
+                return 0
+            children = node.children
+        if node is None or len(keys) <= depth:
+            return 0
+        done, stack = 0, [node]
+        while stack:
+            node = stack.pop()
+            if node.locks:
+                stack.extend(node.children.values())
+            else:
+                done += self._cut(node)
+        return done
+
     def expire(self, now: float, pages_max: int) -> int:
         """Give up what was not used for ``ttl_s``, at most ``pages_max`` pages in one call."""
         done = 0
@@ -221,6 +242,23 @@ class PrefixTree:
         self._pool.drop((leaf.page,))
         if leaf.parent is not None:
             self._push(leaf.parent)
+
+    def _cut(self, top: PrefixNode) -> int:
+        """Remove an unlocked node with everything below it, which is unlocked too."""
+        siblings = self._roots if top.parent is None else top.parent.children
+        del siblings[top.key.digest]
+        nodes, stack = [], [top]
+        while stack:
+            node = stack.pop()
+            node.attached = False
+            nodes.append(node)
+            stack.extend(node.children.values())
+        self.size -= len(nodes)
+        self.evictable -= len(nodes)
+        self._pool.drop([node.page for node in nodes])
+        if top.parent is not None:
+            self._push(top.parent)
+        return len(nodes)
 
     def check(self) -> None:
         """Counts, shape, order of stamps and reachability of every evictable leaf."""

@@ -63,6 +63,19 @@ def _chain(packed: bytes, step: int, digest: bytes) -> tuple[PageKey, ...]:
     return tuple(keys)
 
 
+def common_pages(one: Sequence[PageKey], other: Sequence[PageKey]) -> int:
+    """How many pages two prompts have in common from their start. Digests are chained, so equal ones at a page mean
+    equal ones before it: found by bisection, then content is compared, for a hash is only a hint."""
+    low, high = 0, min(len(one), len(other))
+    while low < high:
+        middle = (low + high + 1) // 2
+        if one[middle - 1].digest == other[middle - 1].digest:
+            low = middle
+        else:
+            high = middle - 1
+    return next((i for i in range(low) if one[i] != other[i]), low)
+
+
 @frozen
 class TextSize:
     """How long a text is, in two measures that do not need a tokenizer."""

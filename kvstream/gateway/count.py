@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Callable
 
-from attrs import evolve, frozen
+from attrs import evolve, field, frozen
 
 from ..adapters.base import Adapter, HttpCall, ProxyRequest
 from ..adapters.routes import route_of
@@ -23,12 +24,18 @@ KEY_BYTES_PER_TOKEN = 4
 
 @frozen
 class PromptCount:
-    """Length in tokens, page keys (capped), and how both were obtained."""
+    """Length in tokens, page keys (capped), and how both were obtained.
+
+    ``ids``: the token ids as the runtime sees them, where they are kept and known. ``exact``: the keys name the pages
+    of exactly these ids; not so where the keys see constants in the place of volatile values.
+    """
 
     tokens: int
     keys: tuple[PageKey, ...]
     source: CountSource
     size: TextSize | None = None  # what was estimated from, for learning; None when exact
+    ids: array[int] | None = field(default=None, repr=False)
+    exact: bool = False
 
 
 async def count_exact(adapter: Adapter, upstream: Upstream, request: ProxyRequest, *,
@@ -74,10 +81,17 @@ def keys_of_text(request: ProxyRequest, estimator: TokenEstimator, *, page_token
 
 
 class PromptCounter:
-    """Counts the prompts of one lane, and learns. ``estimator`` is replaced, never changed."""
+    """Counts the prompts of one lane, and learns. ``estimator`` is replaced, never changed.
+
+    ``keeps_ids``: slots of the runtime may be used here (hard inject), so the ids of a prompt are kept, 4 bytes a token
+    as long as it lives, and all of its full pages have keys: what a slot holds is known to its end. May be changed at
+    any time; it holds for what is counted from then on.
+    """
 
     def __init__(self, adapter: Adapter, upstream: Upstream, *, page_tokens: int, tokens_keyed_max: int,
-                 timeout_s: float, canonical: Callable[[ProxyRequest], ProxyRequest]) -> None:
+                 timeout_s: float, canonical: Callable[[ProxyRequest], ProxyRequest],
+                 keeps_ids: bool = False) -> None:
+        self.keeps_ids = keeps_ids
         self.estimator = TokenEstimator()
         self._adapter = adapter
         self._upstream = upstream
@@ -92,14 +106,22 @@ class PromptCounter:
 
     async def exact(self, request: ProxyRequest, client: str) -> PromptCount | None:
         """The count by the runtime; None when it cannot tell. *Errors*: none. *Cancellation*: safe."""
-        request = self._canonical(request)
-        ids = await count_exact(self._adapter, self._upstream, request, timeout_s=self._timeout_s)
+        seen = self._canonical(request)
+        ids = await count_exact(self._adapter, self._upstream, seen, timeout_s=self._timeout_s)
         if ids is None:
             return None
         if isinstance(ids, int):  # the number is the runtime's, the pages go by the text
-            return evolve(self.estimate(request, client), tokens=ids, source=CountSource.EXACT, size=None)
-        return keys_of_ids(ids, request, client=client, page_tokens=self._page_tokens,
-                           tokens_keyed_max=self._tokens_keyed_max)
+            return evolve(self.estimate(seen, client), tokens=ids, source=CountSource.EXACT, size=None)
+        keyed_max = len(ids) if self.keeps_ids and self._tokens_keyed_max else self._tokens_keyed_max
+        count = keys_of_ids(ids, seen, client=client, page_tokens=self._page_tokens, tokens_keyed_max=keyed_max)
+        if not (self.keeps_ids and route_of(request.route).generates):
+            return count
+        if seen is request:
+            return evolve(count, ids=array("I", ids), exact=True)
+        real = await count_exact(self._adapter, self._upstream, request, timeout_s=self._timeout_s)
+        if not isinstance(real, tuple):
+            return count
+        return evolve(count, tokens=len(real), ids=array("I", real), exact=real == ids)
 
     def estimate(self, request: ProxyRequest, client: str) -> PromptCount:
         return keys_of_text(self._canonical(request), self.estimator, client=client, page_tokens=self._page_tokens,

@@ -91,7 +91,8 @@ class Engine:
         self.load_options = LoadOptionsWatch()
         self.counter = PromptCounter(
             adapter, upstream, page_tokens=settings.query.page_tokens, tokens_keyed_max=settings.tokens_keyed_max,
-            timeout_s=settings.count_timeout_s, canonical=self.hygiene.canonical)
+            timeout_s=settings.count_timeout_s, canonical=self.hygiene.canonical,
+            keeps_ids=settings.inject is not None and adapter.slots is not None)
         self.watcher = BackendWatcher(
             adapter, upstream, self, settings.query, interval_s=settings.health_interval_s,
             load_timeout_s=settings.load_timeout_s, idle_poll_s=settings.slot_idle_poll_s,

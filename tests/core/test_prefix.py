@@ -204,6 +204,15 @@ class TreeMachine(RuleBasedStateMachine):
         done = self.tree.expire(self.now, 99)
         assert self.naive_evict(99, self.now - 10) == done
 
+    @rule(keys=colliding_keys(), depth=st.integers(0, 5))
+    def prune(self, keys: tuple[PageKey, ...], depth: int) -> None:
+        done = self.tree.prune(keys, depth)
+        lost = self.paths(keys)[depth : depth + 1]
+        gone = [p for p, (_, locks) in self.model.items() if lost and p[: len(lost[0])] == lost[0] and not locks]
+        assert done == len(gone)
+        for path in gone:
+            del self.model[path]
+
     @invariant()
     def agree(self) -> None:
         self.tree.check()
