@@ -28,7 +28,7 @@ from urllib.parse import urlsplit
 import trio
 from attrs import define, field, frozen
 
-from ..adapters.base import Adapter, CapacityReport, Delta, Failed, HttpCall, HttpReply
+from ..adapters.base import Adapter, CapacityReport, Delta, Failed, Health, HttpCall, HttpReply
 from ..adapters.slot_calls import Identity, PromptWork, SlotCalls, SlotDone, SlotView
 from ..core.types import PoolMode, SlotRules
 from ..errors import BackendUnavailableError, KVStreamError
@@ -42,6 +42,8 @@ SHORT_TOKENS: Final = 4
 OTHER_TOKENS: Final = 2
 IDS: Final = (10, 250)  # any model has these, whatever they mean to it
 KEPT_SHARE: Final = 0.9  # of the tokens that a restore must bring back
+CHECK_S_MOST: Final = 60.0
+PROBE_S_MAX: Final = 3.0
 CHECK_NAME: Final = "kvstreamcheck"
 LOOPBACK: Final = frozenset(("127.0.0.1", "localhost", "::1"))
 
@@ -62,28 +64,30 @@ class _Stop(Exception):
 
 async def check_slots(adapter: Adapter, upstream: Upstream, settings: InjectSettings, report: CapacityReport, *,
                       sleeping: bool = False, stop: Callable[[], bool] = lambda: False,
-                      rng: random.Random | None = None) -> SlotsFound:
+                      tries: int = 0, rng: random.Random | None = None) -> SlotsFound:
     """Ask the runtime, which should have nothing to do. ``sleeping``: it is not asked anything. ``stop`` is asked
     before every step: a request that comes meanwhile may get our slot, and then nothing may be pinned to it.
+    ``tries``: how often it was asked before and did not get done; a slow one is given more time each time.
 
     *Errors*: none; what goes wrong is a finding. *Cancellation*: safe; a slot may keep the 16 tokens.
     """
     calls = adapter.slots
     if calls is None:
         return SlotsFound("soft", None, "this kind of backend has no slots that can be saved")
-    if sleeping:
-        return SlotsFound("soft", None, "it sleeps; its slots are empty, and looking at them would wake it",
-                          settled=False)
     if report.limits.mode is PoolMode.UNKNOWN:
         return SlotsFound("soft", None, "its slots are not known: " + ("; ".join(report.notes) or "it does not tell"))
+    if sleeping or await is_asleep(adapter, upstream):
+        return SlotsFound("soft", None, "it sleeps; its slots are empty, and looking at them would wake it",
+                          settled=False)
+    within_s = max(settings.check_s_max, min(CHECK_S_MOST, settings.check_s_max * 4**tries))
     check = _Check(adapter, calls, upstream, settings, report, stop, rng or random.Random())
     try:
-        with trio.fail_after(settings.check_s_max):
+        with trio.fail_after(within_s):
             return await check.run()
     except _Stop as stop:
         return check.soft(stop.why, stop.missing, settled=stop.settled)
     except trio.TooSlowError:
-        return check.soft(f"the self-check was not done within {settings.check_s_max:g} s", settled=False)
+        return check.soft(f"the self-check was not done within {within_s:g} s", settled=False)
     except KVStreamError as error:
         return check.soft(f"the self-check failed: {error.message}", settled=False)
 
@@ -279,7 +283,7 @@ class _Check:
             raise _Stop("requests came in the middle of the self-check", settled=False)
 
     async def _ask(self, call: HttpCall) -> HttpReply:
-        return await self.upstream.request(call, timeout_s=self.settings.check_s_max)
+        return await self.upstream.request(call, timeout_s=max(CHECK_S_MOST, self.settings.check_s_max))
 
     async def _save(self, slot: int, name: str) -> SlotDone:
         return await self._done(self.calls.save(slot, name))
@@ -324,6 +328,19 @@ async def read_prompt(upstream: Upstream, calls: SlotCalls, ids: Sequence[int], 
     if work is None:
         raise BackendUnavailableError("the backend does not tell what reading a prompt cost")
     return work
+
+
+async def is_asleep(adapter: Adapter, upstream: Upstream) -> bool:
+    """Whether the model sleeps. llama.cpp's health route does not tell, and looking at its slots would wake it.
+
+    *Errors*: none; who does not answer does not sleep. *Cancellation*: safe.
+    """
+    call = adapter.process()
+    try:
+        reply = await upstream.request(call, timeout_s=PROBE_S_MAX) if call is not None else None
+    except KVStreamError:
+        return False
+    return reply is not None and adapter.read_health(reply) == Health.SLEEPING
 
 
 def _two_idle(slots: Sequence[SlotView]) -> tuple[int, int | None]:

@@ -19,21 +19,20 @@ when next to nothing was there: how many tokens a text has was guessed.
 from __future__ import annotations
 
 import logging
-import random
 from collections.abc import Callable, Mapping
 from typing import Any, Final, Union
 
 import trio
 from attrs import evolve
 
-from ..adapters.base import Adapter, CapacityReport, Health
+from ..adapters.base import Adapter
 from ..core.messages import SlotsKnown, SlotsLost
 from ..errors import KVStreamError
 from .inject_settings import InjectSettings
 from .logs import backend_logger
 from .metrics_inject import By, InjectMeter
 from .ports import Upstream
-from .selfcheck import check_slots
+from .selfcheck import PROBE_S_MAX, is_asleep
 from .slot_ports import SlotsFound
 
 KEPT_SHARE: Final = 0.9
@@ -44,8 +43,6 @@ LOOK_GAP_S: Final = 2.0  # asking /slots more often than once a second keeps lla
 SIGHTINGS: Final = 2
 SIGHTING_GAP_S: Final = 0.5  # two looks in a row at one moment are one look
 SIGHTING_S_MAX: Final = 10.0
-AGAIN_S: Final = (10.0, 30.0, 90.0, 300.0)  # after an unsettled check; the last from then on
-PROBE_S_MAX: Final = 3.0
 
 NOT_CHECKED: Final = SlotsFound("soft", None, "not checked yet", settled=False)
 Verdict = Union[SlotsKnown, SlotsLost, None]
@@ -53,53 +50,43 @@ Verdict = Union[SlotsKnown, SlotsLost, None]
 
 
 class SlotVerify:
-    """See the module; it is a ``slot_ports.SlotCheck``. ``busy`` says whether there are requests in hand."""
+    """See the module. What a self-check found is entered; :attr:`found` is what is left of it."""
 
     def __init__(self, adapter: Adapter, upstream: Upstream, settings: InjectSettings, meter: InjectMeter,
-                 name: str = "", *, busy: Callable[[], bool] = lambda: False, rng: random.Random | None = None) -> None:
+                 name: str = "") -> None:
         self._adapter = adapter
         self._upstream = upstream
         self._settings = settings
         self._meter = meter
-        self._busy = busy
-        self._rng = rng or random.Random()
         self._log = backend_logger(name)
-        self._report: CapacityReport | None = None
         self._checked = NOT_CHECKED
         self._off: dict[frozenset[tuple[str, str]], str] = {}  # what the model is -> why
         self._misses: dict[By, int] = {"restored": 0, "reused": 0}
-        self._tries = 0
-        self._again_at = float("inf")
         self._sightings = 0
         self._sighted_at = self._looked_at = float("-inf")
         self._shunned: tuple[float, str] | None = None  # until when, and why
         self._told = ""
         meter.mode("soft")
 
-    # --- asking -------------------------------------------------------------------------------------------------------
-
-    async def check(self, report: CapacityReport, *, sleeping: bool = False) -> SlotsFound:
-        """Find out how the slots may be used; nothing is asked of a process that has told already. To be called while
-        nothing is let in. *Errors*: none. *Cancellation*: safe."""
-        known = self._report is not None and report.process and report.process == self._report.process
-        self._report = report
-        if not (known and self._checked.settled):
-            if not known:
-                self._misses = {"restored": 0, "reused": 0}
-                self._shunned, self._sightings, self._tries = None, 0, 0
-            await self._ask(report, sleeping, lambda: False)
+    def enter(self, found: SlotsFound, *, fresh: bool = True) -> SlotsFound:
+        """A self-check found this; what of it may be used. ``fresh``: of a process of the runtime that was not checked
+        before, so what was seen of another one is forgotten; what was off for this model stays off."""
+        self._checked = found
+        if fresh:
+            self._misses = {"restored": 0, "reused": 0}
+            self._shunned, self._sightings = None, 0
+        if found.cached or found.computed:
+            self._meter.prompt_read(cached=found.cached, computed=found.computed)
+        self._tell()
         return self.found
 
     async def beat(self, ours: Callable[[], int] | None) -> Verdict:
-        """To be called with every heartbeat while the backend is up: asks again what could not be found out before,
-        and looks whether somebody else is there. ``ours`` counts our requests in the runtime; None: ``/slots`` must not
-        be asked now. *Errors*: none. *Cancellation*: safe."""
+        """To be called with every heartbeat while the backend is up: looks whether somebody else is there. ``ours``
+        counts our requests in the runtime; None: ``/slots`` must not be asked now. *Errors*: none. *Cancellation*:
+        safe."""
         now = trio.current_time()
-        if not self._checked.settled and now >= self._again_at and self._report is not None and not self._busy():
-            await self._ask(self._report, False, self._busy)
-            return SlotsKnown(self.found.rules) if self.found.rules is not None else None
         watched = self._checked.rules is not None and ours is not None and now - self._looked_at >= LOOK_GAP_S
-        if watched and ours is not None and (ours() or self._shunned) and not (self._shunned and await self._asleep()):
+        if watched and ours is not None and await self._should_look(ours()):
             self._looked_at = now
             call = self._adapter.busy()
             try:
@@ -113,24 +100,9 @@ class SlotVerify:
                     return verdict
         return self._quiet_again()
 
-    async def _ask(self, report: CapacityReport, sleeping: bool, stop: Callable[[], bool]) -> None:
-        self._checked = found = await check_slots(
-            self._adapter, self._upstream, self._settings, report, sleeping=sleeping or await self._asleep(),
-            stop=stop, rng=self._rng)
-        if found.cached or found.computed:
-            self._meter.prompt_read(cached=found.cached, computed=found.computed)
-        self._tries = 0 if found.settled else self._tries + 1
-        self._again_at = trio.current_time() + AGAIN_S[min(self._tries, len(AGAIN_S)) - 1]
-        self._tell()
-
-    async def _asleep(self) -> bool:
-        """Whether the model sleeps. The health route does not tell, and looking at the slots would wake it."""
-        call = self._adapter.process()
-        try:
-            reply = await self._upstream.request(call, timeout_s=PROBE_S_MAX) if call is not None else None
-        except KVStreamError:
-            return False
-        return reply is not None and self._adapter.read_health(reply) == Health.SLEEPING
+    async def _should_look(self, ours: int) -> bool:
+        """With nothing of ours there nobody looks: looking would keep the runtime from going to sleep."""
+        return ours > 0 or (self._shunned is not None and not await is_asleep(self._adapter, self._upstream))
 
     # --- what is seen -------------------------------------------------------------------------------------------------
 
@@ -154,10 +126,6 @@ class SlotVerify:
             return SlotsLost()
         self._misses[by] = 0
         return self._shun(f"slots did not hold what they should, {self._settings.misses_max} times in a row")
-
-    def restored(self, *, promised: int, cached: int) -> bool:
-        """See ``SlotCheck.restored``."""
-        return not isinstance(self.seen("restored", promised=promised, cached=cached), SlotsKnown)
 
     def slots_seen(self, ours: int, theirs: int) -> Verdict:
         """Somebody looked: so many slots worked, and so many requests of ours were there."""
@@ -208,18 +176,14 @@ class SlotVerify:
         return checked if why is None else evolve(checked, mode="soft", rules=None, why=why)
 
     def status(self, now: float) -> Mapping[str, Any]:
-        """For ``/status``, in words. ``again_s``: seconds until the slots are used, or asked about, again."""
+        """For ``/status``, in words. ``again_s``: seconds until slots that are shunned are used again."""
         found = self.found
         off = self._checked.rules is not None and _model_of(self._checked) in self._off
-        again = None
-        if self._shunned is not None and not off:
-            again = max(0.0, self._shunned[0] - now)
-        elif not found.settled and self._again_at != float("inf"):
-            again = max(0.0, self._again_at - now)
+        again = None if self._shunned is None or off else round(max(0.0, self._shunned[0] - now), 1)
         return {
             "mode": found.mode, "why": found.why, "missing": list(found.missing), "notes": list(found.notes),
             "ram_cache": found.ram_cache, "identity": found.identity.digest if found.identity is not None else None,
-            "restore_ineffective": off, "again_s": None if again is None else round(again, 1)}
+            "restore_ineffective": off, "again_s": again}
 
     def _tell(self, level: int = logging.INFO) -> None:
         found = self.found

@@ -16,7 +16,9 @@ from kvstream.adapters.llamacpp import LlamaCppBackend
 from kvstream.core.messages import SlotsKnown, SlotsLost
 from kvstream.gateway.inject_settings import InjectSettings
 from kvstream.gateway.metrics import Metrics
-from kvstream.gateway.verify import AGAIN_S, LOOK_GAP_S, QUIET_S, SlotVerify
+from kvstream.gateway.selfcheck import check_slots
+from kvstream.gateway.slot_ports import SlotsFound
+from kvstream.gateway.verify import LOOK_GAP_S, QUIET_S, SlotVerify
 from tests.fakes import FakeRuntime, FakeUpstream, open_runtime
 
 
@@ -29,7 +31,15 @@ class Bench:
     upstream: FakeUpstream
     verify: SlotVerify
     metrics: Metrics
+    settings: InjectSettings
     busy: bool = False
+    process: str = ""
+
+    async def check(self) -> SlotsFound:
+        report = await self.report()
+        fresh, self.process = report.process != self.process, report.process
+        found = await check_slots(self.adapter, self.upstream, self.settings, report, stop=lambda: self.busy)
+        return self.verify.enter(found, fresh=fresh)
 
     async def report(self) -> CapacityReport:
         replies: dict[str, HttpReply | None] = {}
@@ -52,18 +62,16 @@ class Bench:
 async def bench(misses_max: int = 3, **knobs: Any) -> AsyncIterator[Bench]:
     async with open_runtime(**knobs) as runtime:
         upstream, metrics, adapter = FakeUpstream(runtime), Metrics(), LlamaCppBackend("http://fake")
-        found: list[Bench] = []
-        verify = SlotVerify(adapter, upstream, InjectSettings(misses_max=misses_max), metrics.inject.lane("one"),
-                            "one", busy=lambda: found[0].busy)
-        found.append(Bench(runtime, adapter, upstream, verify, metrics))
-        yield found[0]
+        settings = InjectSettings(misses_max=misses_max)
+        verify = SlotVerify(adapter, upstream, settings, metrics.inject.lane("one"), "one")
+        yield Bench(runtime, adapter, upstream, verify, metrics, settings)
 
 
 async def test_case_44_restores_without_effect_switch_it_off_for_this_model(
         autojump_clock: object, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, logger="kvstream")
     async with bench() as b:
-        found = await b.verify.check(await b.report())
+        found = await b.check()
         assert (found.mode, b.mode()) == ("hard", "hard")
         assert b.verify.seen("restored", promised=1000, cached=4) is None
         assert b.verify.seen("restored", promised=1000, cached=999) is None  # it works after all
@@ -79,17 +87,17 @@ async def test_case_44_restores_without_effect_switch_it_off_for_this_model(
         await trio.sleep(1000)
         assert await b.verify.beat(lambda: 0) is None
         b.runtime.restart()
-        assert (await b.verify.check(await b.report())).mode == "soft"
+        assert (await b.check()).mode == "soft"
         # another build is another thing
         b.runtime.config.build = "b1-fake"
         b.runtime.restart()
-        assert (await b.verify.check(await b.report())).mode == b.mode() == "hard"
+        assert (await b.check()).mode == b.mode() == "hard"
         assert b.verify.seen("restored", promised=1000, cached=4) is None  # and has its own misses
 
 
 async def test_a_promise_is_kept_by_nine_tenths_and_the_last_token_is_never_kept(autojump_clock: object) -> None:
     async with bench(misses_max=1) as b:
-        await b.verify.check(await b.report())
+        await b.check()
         assert b.verify.seen("restored", promised=1000, cached=900) is None
         assert b.verify.seen("restored", promised=1000, cached=899) is None
         assert b.verify.seen("restored", promised=8, cached=7) is None
@@ -103,7 +111,7 @@ async def test_a_promise_is_kept_by_nine_tenths_and_the_last_token_is_never_kept
 
 async def test_a_promise_that_rests_on_text_counts_when_nothing_at_all_is_kept(autojump_clock: object) -> None:
     async with bench(misses_max=1) as b:
-        await b.verify.check(await b.report())
+        await b.check()
         for cached in (99, 100, 500):  # a guess may be wrong by as much
             assert b.verify.seen("restored", promised=990, cached=cached, exact=False) is None
         assert b.verify.seen("restored", promised=1000, cached=99, exact=False) == SlotsKnown(None)
@@ -111,7 +119,7 @@ async def test_a_promise_that_rests_on_text_counts_when_nothing_at_all_is_kept(a
 
 async def test_a_slot_that_lost_its_prefix_makes_the_map_stale_and_often_ends_it(autojump_clock: object) -> None:
     async with bench() as b:
-        rules = (await b.verify.check(await b.report())).rules
+        rules = (await b.check()).rules
         assert b.verify.seen("reused", promised=500, cached=0) == SlotsLost()
         assert b.verify.seen("reused", promised=500, cached=500) is None
         assert [b.verify.seen("reused", promised=500, cached=0) for _ in range(3)] == [
@@ -127,7 +135,7 @@ async def test_a_stranger_is_seen_twice_before_it_counts_and_must_be_gone_for_a_
         autojump_clock: object, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, logger="kvstream")
     async with bench() as b:
-        rules = (await b.verify.check(await b.report())).rules
+        rules = (await b.check()).rules
         assert b.verify.slots_seen(1, 2) is None  # one may be a request that has just ended
         assert b.verify.slots_seen(1, 2) is None  # at the same moment: the same look
         await trio.sleep(1)
@@ -150,7 +158,7 @@ async def test_a_stranger_is_seen_twice_before_it_counts_and_must_be_gone_for_a_
 
 async def test_a_heartbeat_sees_a_stranger_at_work(autojump_clock: object) -> None:
     async with bench(decode_rate=10, answer_tokens=None) as b, trio.open_nursery() as nursery:
-        rules = (await b.verify.check(await b.report())).rules
+        rules = (await b.check()).rules
 
         async def stranger() -> None:
             calls = b.adapter.slots
@@ -184,7 +192,7 @@ async def test_a_heartbeat_sees_a_stranger_at_work(autojump_clock: object) -> No
 
 async def test_while_slots_must_not_be_asked_for_they_are_not(autojump_clock: object) -> None:
     async with bench() as b:
-        await b.verify.check(await b.report())
+        await b.check()
         before = len(b.runtime.journal.entries)
         for _ in range(5):
             assert await b.verify.beat(None) is None
@@ -192,60 +200,35 @@ async def test_while_slots_must_not_be_asked_for_they_are_not(autojump_clock: ob
         assert len(b.runtime.journal.entries) == before
 
 
-async def test_what_could_not_be_found_out_is_asked_again_when_nobody_is_there(autojump_clock: object) -> None:
-    async with bench(slots=2) as b:
-        for slot in b.runtime.engine.slots:
-            slot.busy_until = float("inf")  # at work on something
-        found = await b.verify.check(await b.report())
-        assert (found.mode, found.settled, b.inferences()) == ("soft", False, 0)
-        for slot in b.runtime.engine.slots:
-            slot.busy_until = None
-        assert await b.verify.beat(lambda: 0) is None  # not yet: a server may be busy for long
-        await trio.sleep(AGAIN_S[0])
-        b.busy = True
-        assert await b.verify.beat(lambda: 1) is None
-        b.busy = False
-        verdict = await b.verify.beat(lambda: 0)
-        assert isinstance(verdict, SlotsKnown) and verdict.rules is not None and b.mode() == "hard"
-        before = b.inferences()
-        await trio.sleep(1000)
-        assert await b.verify.beat(lambda: 0) is None and b.inferences() == before
-
-
-async def test_a_process_that_has_told_is_not_asked_again_and_another_is(autojump_clock: object) -> None:
-    async with bench() as b:
-        report = await b.report()
-        await b.verify.check(report)
-        calls = len(b.runtime.journal.entries)
-        await b.verify.check(report)
-        assert len(b.runtime.journal.entries) == calls
+async def test_what_is_known_of_one_process_is_not_held_against_another(autojump_clock: object) -> None:
+    async with bench(misses_max=2) as b:
+        await b.check()
+        for _ in range(2):
+            b.verify.slots_seen(0, 1)
+            await trio.sleep(1)
+        assert b.mode() == "soft"
+        assert (await b.check()).mode == "soft"  # the same process: the stranger is still there
+        assert b.verify.seen("restored", promised=100, cached=0) is None
         b.runtime.restart()
-        await b.verify.check(await b.report())
-        assert b.inferences() > 0 and len(b.runtime.journal.entries) > calls + 5
+        assert (await b.check()).mode == b.mode() == "hard"
+        assert b.verify.seen("restored", promised=100, cached=0) is None  # the first, not the second
 
 
 async def test_requests_that_come_in_the_middle_end_the_check(autojump_clock: object) -> None:
     """Nothing more is pinned once a request may be in the slot."""
     async with bench(prefill_rate=100) as b, trio.open_nursery() as nursery:
-        for slot in b.runtime.engine.slots:
-            slot.busy_until = float("inf")
-        await b.verify.check(await b.report())
-        for slot in b.runtime.engine.slots:
-            slot.busy_until = None
-        await trio.sleep(AGAIN_S[0])
-
         async def come() -> None:
             await trio.sleep(0.1)  # in the middle of the first prompt
             b.busy = True
 
         nursery.start_soon(come)
-        assert await b.verify.beat(lambda: 0) is None
-        assert b.inferences() == 1 and not b.verify.found.settled
+        found = await b.check()
+        assert (found.mode, found.settled, b.inferences()) == ("soft", False, 1)
 
 
 async def test_the_checks_own_tokens_are_counted(autojump_clock: object) -> None:
     async with bench() as b:
-        await b.verify.check(await b.report())
+        await b.check()
         totals = b.runtime.engine.totals
         assert b.count("runtime_prompt_tokens_total", part="computed", source="reported") == totals["prompt"] > 0
         assert b.count("runtime_prompt_tokens_total", part="cached", source="reported") == totals["cached"] > 0
