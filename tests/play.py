@@ -7,8 +7,8 @@
     play.at(5).step(ended(1), expect=["admit 2"])
 
 Actions are compared as short texts: ``admit 2``, ``admit 2 cached=64``, ``refuse 3 timeout``, ``refuse 3 timeout
-retry=2.5``, ``truncate 4``; what a line does not mention is not compared. The invariants are checked after every step,
-and a mismatch prints the dialogue so far.
+retry=2.5``, ``truncate 4``, ``admit 5 slot=2 restore``; what a line does not mention is not compared. The invariants
+are checked after every step, and a mismatch prints the dialogue so far.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from kvstream.core import messages as m
 from kvstream.core.scheduler import Scheduler, SchedulerSettings
 from kvstream.core.snapshot import Snapshot
 from kvstream.core.tokens import page_keys, salt
-from kvstream.core.types import CountSource, EndReason, Limits, PageKey, PoolMode, Priority, RequestId
+from kvstream.core.types import CountSource, EndReason, Limits, PageKey, PoolMode, Priority, RequestId, SlotPlan
 
 PAGE = 16
 
@@ -39,10 +39,11 @@ def keys_of(prompt: str | int, tokens: int, page_tokens: int = PAGE) -> tuple[Pa
 
 def submit(rid: int, tokens: int, most: int | None = 16, *, prompt: str | int | None = None, priority: str = "normal",
            client: str = "", deadline: float = 1e9, size: int = 0, weight: float = 1.0, group: str = "",
-           seats: int = 1) -> m.Submitted:
+           seats: int = 1, pinnable: bool = False, exact: bool = False) -> m.Submitted:
     return m.Submitted(
         RequestId(rid), keys_of(rid if prompt is None else prompt, tokens), tokens, most, deadline,
         Priority[priority.upper()], client, size, CountSource.EXACT, weight=weight, group=group, seats=seats,
+        pinnable=pinnable, exact=exact,
     )
 
 
@@ -122,14 +123,30 @@ class Play:
 def tell(action: m.Action) -> str:
     """An action in one line."""
     match action:
-        case m.Admit(rid, table, cached, reserved):
-            return f"admit {rid} cached={cached} pages={table.pages_held} reserved={reserved}"
+        case m.Admit(rid, table, cached, reserved, plan):
+            said = f"admit {rid} cached={cached} pages={table.pages_held} reserved={reserved}"
+            return said if plan is None else f"{said} {tell_plan(plan)}"
+        case m.Proceed(rid, spec):
+            return f"proceed {rid} " + (f"save={spec.why}:{len(spec.keys)}" if spec is not None else "nothing-saved")
+        case m.SaveSlot(slot, spec, owner):
+            return f"save {slot} why={spec.why} pages={len(spec.keys)} rid={owner}"
+        case m.Forget(name):
+            return f"forget {name}"
         case m.Refuse(rid, why, retry, tokens, limit):
             later = "" if retry is None else f" retry={retry:g}"
             return f"refuse {rid} {why.value}{later} tokens={tokens} limit={limit}"
         case m.Truncate(rid):
             return f"truncate {rid}"
     raise AssertionError(f"unknown action {action}")
+
+
+def tell_plan(plan: SlotPlan) -> str:
+    """A plan in one line."""
+    words = [f"slot={'any' if plan.slot is None else plan.slot}", f"promised={plan.tokens_cached}"]
+    words += [f"save={plan.save.why}:{len(plan.save.keys)}"] if plan.save is not None else []
+    words += ["erase=" + ",".join(map(str, plan.erase))] if plan.erase else []
+    words += ["restore"] if plan.restore else []
+    return " ".join([*words, "read_first"] if plan.read_first else words)
 
 
 def _short(event: m.Event) -> str:

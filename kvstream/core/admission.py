@@ -13,6 +13,7 @@ from math import inf
 
 from . import messages as m
 from .gates import Gates
+from .inject import Inject
 from .ledger import Ledger
 from .policy import Horizon, plan_horizon
 from .prefix import PrefixNode
@@ -30,8 +31,8 @@ class Admission:
     running: the seats, or what a shrunk backend still runs. ``blocked`` says why those that no gate holds still wait.
     """
 
-    __slots__ = ("_looked", "_queue", "_running", "_settings", "_tally", "blocked", "changes", "gates", "seats_bound",
-                 "seats_used", "throttle")
+    __slots__ = ("_looked", "_queue", "_running", "_settings", "_tally", "blocked", "changes", "gates", "inject",
+                 "seats_bound", "seats_used", "throttle")
 
     def __init__(
         self, settings: SchedulerSettings, queue: WaitingQueue, running: dict[RequestId, Running], tally: Tally
@@ -40,7 +41,8 @@ class Admission:
         self._queue = queue
         self._running = running
         self._tally = tally
-        self.gates = Gates(settings, queue, running)
+        self.inject = Inject(settings, queue, running)
+        self.gates = Gates(settings, queue, running, self.inject)
         self.throttle = Throttle()
         self.blocked: Why = "backend"
         self.seats_used = 0
@@ -51,9 +53,9 @@ class Admission:
     def seats(self, ledger: Ledger | None) -> int:
         return 0 if ledger is None else min(self._settings.seats_max, ledger.limits.seats)
 
-    def run(self, ledger: Ledger, now: float) -> list[m.Admit]:
+    def run(self, ledger: Ledger, now: float) -> list[m.Action]:
         """Admit whoever can be."""
-        admitted: list[m.Admit] = []
+        admitted: list[m.Action] = []
         while True:
             if self.throttle.is_full:
                 self.blocked = "narrowed"
@@ -75,7 +77,7 @@ class Admission:
             if ledger.charge_least(head) <= available:
                 run = ledger.cached_run(head, now)
                 if ledger.charge(head, run) <= available:
-                    admitted.append(self._admit(ledger, head, run, now))
+                    self._admit(admitted, ledger, head, run, now)
                     continue
             self.blocked = "pages"
             if self._settings.backfill:
@@ -92,14 +94,17 @@ class Admission:
     def alive(self, run: Running, ledger: Ledger, now: float) -> None:
         """A running request's first token."""
         self.throttle.alive(run.rid, self.seats(ledger))
+        self.inject.start(run.rid)
         self.changes += self.gates.alive(run, now)
 
-    def closed(self, run: Running, ledger: Ledger, now: float, *, served: bool) -> None:
-        """A running request holds nothing any more; ``served`` if it was answered."""
+    def closed(self, run: Running, ledger: Ledger, now: float, *, served: bool, idle: bool = True) -> None:
+        """A running request holds nothing any more; ``served`` if it was answered, ``idle`` if its slot was seen to
+        be."""
         if served:
             self.throttle.alive(run.rid, self.seats(ledger))
         self.throttle.closed(run.rid)
         self.gates.closed(run, now)
+        self.inject.closed(run, ledger, now, idle=idle)
         self.seats_used -= run.seats
         self.bound(ledger)
 
@@ -121,19 +126,24 @@ class Admission:
         seats = self.seats(ledger)
         return self.seats_used + min(waiting.seats, seats) <= seats
 
-    def _admit(
-        self, ledger: Ledger, waiting: Waiting, run: list[PrefixNode], now: float, passed: RequestId | None = None
-    ) -> m.Admit:
+    def _admit(self, admitted: list[m.Action], ledger: Ledger, waiting: Waiting, run: list[PrefixNode], now: float,
+               passed: RequestId | None = None) -> None:
         # Backfill is no turn of its client: it uses what nobody else can, and must not set the client's own head back.
         self._queue.remove(waiting.rid, granted=now if passed is None else None)
-        started = self._running[waiting.rid] = ledger.open(waiting, run, now)
+        plan, cached = None, None
+        if self.inject.is_on:
+            plan, cached, gone = self.inject.grant(waiting, ledger, now)
+            admitted += gone
+        started = self._running[waiting.rid] = ledger.open(waiting, run, now, cached)
         started.passed = passed
+        if plan is not None:
+            self.inject.started(started, plan)
         self.started(started, ledger, now)
         self._tally.admitted += 1
         self._tally.backfilled += passed is not None
-        return m.Admit(waiting.rid, started.table, started.tokens_cached, started.promised)
+        admitted.append(m.Admit(waiting.rid, started.table, started.tokens_cached, started.promised, plan))
 
-    def _backfill(self, ledger: Ledger, head: Waiting, now: float, admitted: list[m.Admit]) -> None:
+    def _backfill(self, ledger: Ledger, head: Waiting, now: float, admitted: list[m.Action]) -> None:
         """Let requests behind a head that lacks pages pass, as far as its start is not delayed.
 
         Candidates are measured without their cached prefix: cheaper, and never too small.
@@ -151,7 +161,7 @@ class Admission:
             steps = inf if candidate.tokens_max is None else candidate.tokens_max
             if not horizon.lets_pass(steps, candidate.pages) or self._put_aside(candidate, ledger, now):
                 continue
-            admitted.append(self._admit(ledger, candidate, ledger.cached_run(candidate, now), now, passed=head.rid))
+            self._admit(admitted, ledger, candidate, ledger.cached_run(candidate, now), now, passed=head.rid)
             if self.seats_used >= self.seats(ledger) or self.throttle.is_full:
                 return
             available, horizon = ledger.available(len(self._running)), None

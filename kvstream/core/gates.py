@@ -8,10 +8,11 @@ has none, and a held request delays nobody else.
 
 * ``long_prefill``: a prompt of many uncached tokens stalls the streams that decode beside it, so few are read at once.
 * ``leader``: somebody reads a prefix that this one shares and that is nowhere cached. Where running requests share
-  pages it waits for the first token, and then pays only for its own rest. Elsewhere a second copy is needed anyhow, so
-  waiting would help nobody.
+  pages it waits for the first token, and then pays only for its own rest. Where slots are saved and restored it waits
+  for the file of a prompt that is read first. Elsewhere a second copy is needed anyhow, so waiting would help nobody.
 * ``retry``: a request that gave up is still at work in the runtime, with a prefix that this one shares. Its slot will
   have that in its cache in a moment; another slot would start from nothing. One request waits for each such slot.
+* ``slot``: see ``inject``; what counts as cached there is what placement finds in a slot or a file.
 * ``client``: its client has its share of seats. And ``cold`` and ``model``: see ``groups``.
 
 Whether two prompts share their first n pages is one comparison, since keys are chained. What counts is the part that is
@@ -24,8 +25,8 @@ from collections.abc import Iterable
 from typing import Final
 
 from .groups import Groups
+from .inject import Inject
 from .ledger import Ledger
-from .prefix import PrefixNode
 from .queue import WaitingQueue
 from .settings import SchedulerSettings
 from .state import Gate, Running, Waiting
@@ -38,11 +39,12 @@ RETRY_WORTH_S: Final = 1.0  # a prompt given up sooner is read again as soon
 class Gates:
     """The gates of one lane. ``running`` is the scheduler's own."""
 
-    __slots__ = ("_clients", "_draining", "_filling", "_long", "_queue", "_running", "_settings", "groups")
+    __slots__ = ("_clients", "_draining", "_filling", "_inject", "_long", "_queue", "_running", "_settings", "groups")
 
     def __init__(
-        self, settings: SchedulerSettings, queue: WaitingQueue, running: dict[RequestId, Running]
+        self, settings: SchedulerSettings, queue: WaitingQueue, running: dict[RequestId, Running], inject: Inject
     ) -> None:
+        self._inject = inject
         self._settings = settings
         self._queue = queue
         self._running = running
@@ -62,31 +64,35 @@ class Gates:
         gate = self.groups.gate(waiting, now)
         if gate is not None:
             return gate
-        shares = ledger.limits.shares_prefix
+        inject = self._inject
+        leaders = inject.leaders if inject.is_on else self._filling if ledger.limits.shares_prefix else {}
+        gate = inject.gate(waiting, ledger, now) if inject.slots is not None else None
         many = self._is_long_closed and waiting.tokens > self._settings.long_prefill_tokens
-        if not (many or self._draining or (shares and self._filling)):
-            return None
-        run = ledger.cached_run(waiting, now)
-        first = self._first_shared(waiting, run, ledger)
+        if not (many or self._draining or leaders):
+            return gate
+        cached = inject.choice(waiting, ledger, now).pages if inject.is_on else len(ledger.cached_run(waiting, now))
+        first = self._first_shared(waiting, cached, ledger)
         if first is not None:
             other = _sharing(self._draining.values(), waiting, first, ledger.epoch)
             if other is not None and _is_worth(other):
                 retry: Gate = "retry", other.rid
                 if waiting.gate == retry or not self._queue.holds(retry):
                     return retry
-            if shares:
-                other = _sharing(self._filling.values(), waiting, first, ledger.epoch)
+            if leaders and not waiting.alone:
+                other = _sharing(leaders.values(), waiting, first, ledger.epoch)
                 if other is not None:
                     return "leader", other.rid
-        return LONG if many and self._is_long(waiting.tokens, run, ledger) else None
+        if gate is not None:
+            return gate
+        return LONG if many and self._is_long(waiting.tokens, cached, ledger) else None
 
-    def _first_shared(self, waiting: Waiting, run: list[PrefixNode], ledger: Ledger) -> int | None:
+    def _first_shared(self, waiting: Waiting, cached: int, ledger: Ledger) -> int | None:
         """The page that two prompts must have in common to be worth waiting for; None if there is no such page, or
         it would not be kept. The last page of a prompt is never taken from the cache."""
         tokens = self._settings.leader_tokens
         if not tokens or not self._settings.prefix_enabled:
             return None
-        page = len(run) + ledger.pages_for(tokens) - 1
+        page = cached + ledger.pages_for(tokens) - 1
         kept = min(len(waiting.keys), ledger.tree.pages_max, (waiting.tokens - 1) // ledger.limits.page_tokens)
         return page if page < kept else None
 
@@ -94,8 +100,8 @@ class Gates:
     def _is_long_closed(self) -> bool:
         return 0 < self._settings.long_prefills_max <= len(self._long)
 
-    def _is_long(self, tokens: int, run: list[PrefixNode], ledger: Ledger) -> bool:
-        return tokens - len(run) * ledger.limits.page_tokens > self._settings.long_prefill_tokens
+    def _is_long(self, tokens: int, cached: int, ledger: Ledger) -> bool:
+        return tokens - cached * ledger.limits.page_tokens > self._settings.long_prefill_tokens
 
     # --- what happens to running requests ---------------------------------------------------------------------------
 
@@ -111,6 +117,13 @@ class Gates:
         run.filling = False
         self.groups.alive(run, now)
         return self._read(run)
+
+    def was_read(self, run: Running) -> bool:
+        """Its prompt has been read, but no token of its answer made. Whether somebody waited for that."""
+        if run.rid not in self._long:
+            return False
+        self._long.remove(run.rid)
+        return self._queue.release(LONG)
 
     def over(self, run: Running, now: float) -> None:
         """Its client is done with it; the runtime drains."""
@@ -139,10 +152,7 @@ class Gates:
     def _read(self, run: Running) -> bool:
         self._filling.pop(run.rid, None)
         opened = self._queue.release(("leader", run.rid), for_good=True)
-        if run.rid in self._long:
-            self._long.remove(run.rid)
-            opened = self._queue.release(LONG) or opened
-        return opened
+        return self.was_read(run) or opened
 
     def check(self) -> None:
         """Raise AssertionError unless what the gates count is so, and every one that is closed has its reason."""
@@ -160,7 +170,8 @@ class Gates:
         for section in self._queue.held():
             why, what = section.gate
             assert why != "long_prefill" or self._is_long_closed, "somebody waits for a gate that is open"
-            assert why != "leader" or what in self._filling, "a leader that does not lead"
+            leaders = self._inject.leaders if self._inject.is_on else self._filling
+            assert why != "leader" or (what in self._filling and what in leaders), "a leader that does not lead"
             assert why != "retry" or (what in self._draining and section.count == 1), "a retry for nothing"
             assert why != "client" or what in self._clients, "a client held back although it has no seat"
 

@@ -44,7 +44,7 @@ ESTIMATE_FACTOR_MAX: Final = 2  # the most by which an estimate of a prompt's le
 class Ledger:
     """Pages of a lane whose capacity is known. ``running`` is the scheduler's own number of seats taken."""
 
-    __slots__ = ("_settings", "epoch", "evicted", "host", "limits", "pool", "tokens_cached", "tree")
+    __slots__ = ("_settings", "epoch", "evicted", "host", "limits", "pool", "shares_slots", "tokens_cached", "tree")
 
     def __init__(self, settings: SchedulerSettings, limits: Limits) -> None:
         self._settings = settings
@@ -53,6 +53,7 @@ class Ledger:
         self.epoch = 0
         self.evicted = 0
         self.tokens_cached = 0
+        self.shares_slots = False  # what is in several slots is counted once
         self.limits = limits
         self.tree = self._new_tree()
         self._resize()
@@ -81,6 +82,11 @@ class Ledger:
         self.pool.resize(total)
         self.host.resize(limits.host_pages)
         self._make_free(0)
+
+    @property
+    def shares(self) -> bool:
+        """Whether pages that running requests have in common are counted once."""
+        return self.limits.shares_prefix or self.shares_slots
 
     @property
     def room(self) -> int:
@@ -129,7 +135,7 @@ class Ledger:
         evaluate at least one token to answer."""
         pages = max(0, min(len(waiting.keys), (waiting.tokens - 1) // self.limits.page_tokens))
         run = self.tree.match(waiting.keys, pages, now)
-        if not self.limits.shares_prefix:
+        if not self.shares:
             # One slot's cells serve one running request. Locks only ever shrink along a path.
             return [] if run and run[0].locks else run
         return run
@@ -140,15 +146,16 @@ class Ledger:
 
     def charge_least(self, waiting: Waiting) -> int:
         """The least that ``charge`` could come to, without looking anything up."""
-        return waiting.pages - (min(len(waiting.keys), self.tree.locked) if self.limits.shares_prefix else 0)
+        return waiting.pages - (min(len(waiting.keys), self.tree.locked) if self.shares else 0)
 
     def available(self, running: int) -> int:
         """The largest charge that fits now, beside ``running`` requests. Negative while anything is overdrawn, since
         nothing evictable is kept then."""
         return self.room - self.watermark if running else self.room
 
-    def open(self, waiting: Waiting, run: list[PrefixNode], now: float) -> Running:
-        """Give a request that ``fits`` its table and its promise."""
+    def open(self, waiting: Waiting, run: list[PrefixNode], now: float, cached: int | None = None) -> Running:
+        """Give a request that ``fits`` its table and its promise. ``cached`` tokens of its prompt are expected in the
+        runtime (None: those of ``run``)."""
         self.tree.lock(run, now)
         prompt_pages = self.pages_for(waiting.tokens)
         fresh = prompt_pages - len(run)
@@ -157,7 +164,7 @@ class Ledger:
         promised = waiting.pages - prompt_pages
         if taken is None or not self.pool.try_promise(promised, reclaimable=self.tree.evictable):
             raise AccountingBug(f"request {waiting.rid} fits, yet {fresh} + {promised} pages are not there")
-        tokens_cached = len(run) * self.limits.page_tokens
+        tokens_cached = len(run) * self.limits.page_tokens if cached is None else cached
         self.tokens_cached += tokens_cached
         return Running(
             rid=waiting.rid,
@@ -175,12 +182,13 @@ class Ledger:
             pages=waiting.pages,
             epoch=self.epoch,
             tokens_cached=tokens_cached,
+            exact=waiting.exact,
         )
 
     def share_prompt(self, run: Running, now: float) -> None:
         """The prompt of a running request is computed. Where running requests share pages, later ones may use it now,
         not only when this one has ended."""
-        if self.limits.shares_prefix and run.epoch == self.epoch and self._settings.prefix_enabled:
+        if self.shares and run.epoch == self.epoch and self._settings.prefix_enabled:
             full = min(len(run.keys), run.tokens // run.table.page_tokens)
             run.path = self.tree.extend(run.path, run.keys[:full], run.table.first_pages(full), now)
 
@@ -258,7 +266,7 @@ class Ledger:
         ]
 
     def _pages_staying(self, run: Running, head_run: list[PrefixNode]) -> int:
-        if not self.limits.shares_prefix:
+        if not self.shares:
             return 0
         common = sum(1 for mine, its in zip(run.path, head_run, strict=False) if mine is its)
         return common + sum(1 for node in run.path[common:] if node.locks > 1)

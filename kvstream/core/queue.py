@@ -123,7 +123,7 @@ class WaitingQueue:
         section.why = None
         self._open[gate] = section
         if for_good and section.count <= MERGE_MAX:
-            for waiting in [entry[2] for flow in section.flows.values() for entry in flow.entries]:
+            for waiting in self.behind(gate):
                 self._leave(waiting)
                 waiting.gate = OPEN
                 self._enter(waiting)
@@ -133,6 +133,11 @@ class WaitingQueue:
         """How many requests are held back by ``gate``."""
         section = self._sections.get(gate)
         return 0 if section is None or section.why is None else section.count
+
+    def behind(self, gate: Gate) -> list[Waiting]:
+        """Who stands in the section of ``gate``."""
+        section = self._sections.get(gate)
+        return [] if section is None else [entry[2] for flow in section.flows.values() for entry in flow.entries]
 
     def held(self) -> Iterator[Section]:
         """The sections that are held back."""

@@ -29,9 +29,11 @@ from .ledger import Ledger
 from .policy import handicap_s, predicted_work
 from .queue import WaitingQueue
 from .rate import ServiceRate
+from .saving import background, next_save
 from .settings import SchedulerSettings
 from .shedding import Shedder
-from .snapshot import Counters, RunningView, Seats, Snapshot, TierPages, WaitingView
+from .slot_events import SlotEvents
+from .snapshot import Counters, RunningView, Seats, Snapshot, StoreView, TierPages, WaitingView, slot_views
 from .state import Running, Tally, Waiting
 from .types import AccountingBug, EndReason, PageKey, RefuseReason, RequestId, Why
 
@@ -56,6 +58,7 @@ class Scheduler:
         self._actions: list[m.Action] = []
         self._tally = Tally()
         self._admission = Admission(settings, self._queue, self._running, self._tally)
+        self._slot_events = SlotEvents(settings, self._admission.inject, self._queue, self._running)
         self._shedder = Shedder(
             probe_every=settings.shed_probe_every, window_s=max(settings.service_window_s, settings.wait_s_max))
 
@@ -78,14 +81,22 @@ class Scheduler:
             self._ledger.expire(now)
             if self._up:
                 self._actions += self._admission.run(self._ledger, now)
+                self._actions += background(self._admission.inject, self._queue, self._ledger, now, self._closing)
         self._shedder.settle(self._is_busy(now))
         self._bound_newcomers(now)
         return self._actions
 
     def next_deadline(self) -> float | None:
         """When ``step`` has something to do even if no event arrives; None: never."""
-        times = [self._queue.next_deadline(), self._ledger.tree.next_expiry() if self._ledger else None]
+        times = [self._queue.next_deadline(), self._ledger.tree.next_expiry() if self._ledger else None,
+                 next_save(self._admission.inject, self._queue) if self._up else None]
         return min((time for time in times if time is not None), default=None)
+
+    @property
+    def wants_look(self) -> bool:
+        """Whether a ``SlotsLook`` taken now would tell something that is not known: the shell takes one at leisure."""
+        slots = self._admission.inject.slots
+        return slots is not None and slots.wants_look
 
     def reconfigure(self, settings: SchedulerSettings) -> None:
         """Take new bounds of the queue for those that come from now on; the rest is built in."""
@@ -96,6 +107,8 @@ class Scheduler:
         """How many tokens of a prompt with these pages are cached now. Changes nothing."""
         if self._ledger is None:
             return 0
+        if self._admission.inject.is_on:
+            return self._admission.inject.prefix_pages(keys) * self._ledger.limits.page_tokens
         return len(self._ledger.tree.match(keys, len(keys), now)) * self._ledger.limits.page_tokens
 
     def check_invariants(self) -> None:
@@ -103,6 +116,7 @@ class Scheduler:
         self._queue.check()
         assert not any(rid in self._queue for rid in self._running), "waiting and running"
         self._admission.check()
+        self._admission.inject.check(self._ledger)
         if self._ledger is None:
             assert not self._running
         else:
@@ -134,6 +148,8 @@ class Scheduler:
             overdrawn=ledger.pool.overdrawn if ledger else 0,
             ends_per_s=self._rate.per_s(now),
             counters=Counters.of(self._tally, ledger),
+            slots=slot_views(self._admission.inject.slots),
+            store=StoreView.of(self._admission.inject.store) if self._admission.inject.can_save else None,
         )
 
     # --- events -----------------------------------------------------------------------------------------------------
@@ -146,10 +162,10 @@ class Scheduler:
                 self._submitted(event, now)
             case m.Ended():
                 self._ended_event(event, now)
-            case m.SeatIdle(rid, _):
+            case m.SeatIdle(rid, capped):
                 run = self._running.get(rid)
                 if run is not None and run.draining:
-                    self._close(run, now)
+                    self._close(run, now, idle=not capped)
             case m.Recounted():
                 self._recounted(event)
             case m.BackendUp():
@@ -162,10 +178,20 @@ class Scheduler:
                 self._admission.throttle.narrow(seats)
             case m.Warmed(group):
                 self._admission.gates.groups.warm(group, now)
+            case m.SlotsKnown() | m.StoreLoaded() | m.SlotsLost() | m.SlotsLook() | m.SlotStarted() | m.Restored() | (
+                    m.PromptRead() | m.SlotSaved() | m.CacheSeen()):
+                self._slot_event(event, now)
             case m.Closing(refuse_waiting):
                 self._closing, self._emptying = True, self._emptying or refuse_waiting
                 if refuse_waiting:
                     self._turn_all_away(RefuseReason.CLOSING)
+
+    def _slot_event(self, event: m.Event, now: float) -> None:
+        self._actions += self._slot_events.apply(event, self._ledger, now)
+        if isinstance(event, m.PromptRead):
+            run = self._running.get(event.rid)
+            if run is not None and not run.draining:
+                self._admission.gates.was_read(run)
 
     def _submitted(self, event: m.Submitted, now: float) -> None:
         if event.rid in self._queue or event.rid in self._running:
@@ -201,6 +227,7 @@ class Scheduler:
             return
         run.produced += event.tokens
         if run.filling and run.produced and not run.draining:
+            run.first_at = now
             self._ledger.share_prompt(run, now)
             self._admission.alive(run, self._ledger, now)
         if self._ledger.grow(run, event.tokens) and not run.truncated:
@@ -225,11 +252,11 @@ class Scheduler:
         else:
             self._close(run, now)
 
-    def _close(self, run: Running, now: float) -> None:
+    def _close(self, run: Running, now: float, *, idle: bool = True) -> None:
         assert self._ledger is not None  # nothing runs before capacity is known
         self._ledger.close(run, now, register=run.computed)
         del self._running[run.rid]
-        self._admission.closed(run, self._ledger, now, served=run.computed)
+        self._admission.closed(run, self._ledger, now, served=run.computed, idle=idle)
         self._tally.ended += 1
         self._rate.note_end(now)
         self._shedder.note_end()
@@ -241,6 +268,7 @@ class Scheduler:
             self._ledger = Ledger(self.settings, event.limits)
         else:
             self._ledger.set_limits(event.limits, event.fresh)
+        self._actions += self._slot_events.backend_up(self._ledger, event.fresh)
         if event.fresh:
             self._admission.gates.groups.forget()
         if event.ramp:
@@ -322,7 +350,9 @@ class Scheduler:
             return 0.0
         cached = 0
         if self._ledger is not None:
-            cached = len(self._ledger.cached_run(waiting, self._now)) * self._ledger.limits.page_tokens
+            inject = self._admission.inject
+            cached = inject.cached_tokens(waiting, self._ledger, self._now) if inject.is_on else (
+                len(self._ledger.cached_run(waiting, self._now)) * self._ledger.limits.page_tokens)
         answer = self.settings.answer_tokens_default if waiting.tokens_max is None else waiting.tokens_max
         work = predicted_work(waiting.tokens - cached, answer, self.settings.prefill_weight)
         return handicap_s(work, self.settings.sjf_half_work, self.settings.ageing_s)

@@ -28,6 +28,8 @@ class SchedulerSettings:
       ``cold_after_s`` without a request.
     * ``exclusive_groups``: only one group is served at a time; others wait at most ``switch_wait_s`` before it gets no
       more.
+    * ``read_first_s``: a cold prompt that takes longer than this to compute is read before its answer is begun, so that
+      it can be handed on. ``save_tokens_min``: fewer tokens are not worth a file; ``saved_bytes_max`` bounds all files.
     """
 
     order: Literal["fcfs", "sjf"] = field(default="fcfs", validator=in_(("fcfs", "sjf")))
@@ -58,3 +60,6 @@ class SchedulerSettings:
     cold_after_s: float = field(default=300.0, validator=gt(0))
     exclusive_groups: bool = False
     switch_wait_s: float = field(default=10.0, validator=ge(0))
+    read_first_s: float = field(default=0.5, validator=ge(0))
+    save_tokens_min: int = field(default=256, validator=ge(1))
+    saved_bytes_max: int = field(default=8 * 2**30, validator=ge(0))

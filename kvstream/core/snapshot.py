@@ -8,6 +8,8 @@ from attrs import frozen
 
 from .ledger import Ledger
 from .pool import PagePool
+from .saved import SavedStore
+from .slots import SlotMap
 from .state import Running, Tally, Waiting
 from .types import Limits, Priority, RefuseReason, RequestId, Tier, Why
 
@@ -107,10 +109,48 @@ class Counters:
 
 
 @frozen
+class SlotView:
+    """One slot of the runtime: ``owner`` runs in it, ``tokens`` of which we know what they are are in it. ``state`` is
+    "owned", "saving", "idle" or "unknown" (somebody we do not know may be at work in it)."""
+
+    slot: int
+    owner: RequestId | None
+    tokens: int
+    state: str
+
+
+@frozen
+class StoreView:
+    """Files of saved KV; ``bytes`` and ``pages`` include those that are being written. ``evicted`` since the start."""
+
+    files: int
+    bytes: int
+    bytes_max: int
+    pages: int
+    tokens: int
+    evicted: int
+
+    @classmethod
+    def of(cls, store: SavedStore | None) -> StoreView | None:
+        if store is None:
+            return None
+        entries = store.entries()
+        tokens = sum(entry.tokens for entry in entries)
+        return cls(len(entries), store.bytes, store.bytes_max, store.pages, tokens, store.evicted)
+
+
+def slot_views(slots: SlotMap | None) -> tuple[SlotView, ...]:
+    """The slots for people; none where nothing is pinned."""
+    if slots is None:
+        return ()
+    return tuple(SlotView(slot.index, slot.owner, slot.tokens, slot.state) for slot in slots.slots)
+
+
+@frozen
 class Snapshot:
     """``waiting`` is capped, ``waiting_total`` is not. ``held`` counts those that wait behind a gate, by its reason.
     ``limit`` is how many may run while the lane is narrowed (None: it is not). ``limits`` is None before the first
-    ``BackendUp``."""
+    ``BackendUp``. ``slots`` is empty where nothing is pinned, ``store`` None where nothing is saved."""
 
     now: float
     waiting: tuple[WaitingView, ...]
@@ -129,6 +169,8 @@ class Snapshot:
     overdrawn: int
     ends_per_s: float | None
     counters: Counters
+    slots: tuple[SlotView, ...] = ()
+    store: StoreView | None = None
 
     @property
     def draining(self) -> int:

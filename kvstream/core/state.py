@@ -10,7 +10,7 @@ from attrs import define, field
 from .messages import Submitted
 from .prefix import PrefixNode
 from .table import PageTable
-from .types import CountSource, PageKey, Priority, RefuseReason, RequestId, Why
+from .types import CountSource, PageKey, Priority, RefuseReason, RequestId, SlotPlan, Why
 
 Gate = tuple[Why | None, int | str]  # why a request waits, and for whom or what
 OPEN: Final[Gate] = (None, 0)
@@ -20,7 +20,7 @@ OPEN: Final[Gate] = (None, 0)
 class Waiting:
     """A request in the queue. ``arrived`` and ``deadline`` are absolute seconds, ``seq`` the order of submission,
     ``handicap_s`` see ``policy``, ``pages`` what it needs if nothing of it is cached (0 until capacity is known),
-    ``gate`` what it was last found to wait for."""
+    ``gate`` what it was last found to wait for. ``alone``: it waited for a leader in vain, and does not again."""
 
     rid: RequestId
     keys: tuple[PageKey, ...]
@@ -39,6 +39,9 @@ class Waiting:
     handicap_s: float = 0.0
     pages: int = 0
     gate: Gate = OPEN
+    pinnable: bool = False
+    exact: bool = False
+    alone: bool = False
 
     @classmethod
     def of(cls, event: Submitted, arrived: float, deadline: float, seq: int) -> Waiting:
@@ -57,6 +60,8 @@ class Waiting:
             seats=max(1, event.seats),
             weight=event.weight,
             group=event.group,
+            pinnable=event.pinnable,
+            exact=event.exact,
         )
 
 
@@ -65,7 +70,9 @@ class Running:
     """A request with a seat. ``path`` are the locked prefix nodes whose pages start the table, ``promised`` the pages
     still set aside for its answer, ``pages`` the table's and those, ``produced`` its answer tokens, ``epoch`` the life
     of the runtime's cache it began in, ``passed`` the blocked head it was let past. ``filling``: its prompt is still
-    being read, as far as we know; ``over_at`` is when its client was done with it."""
+    being read, as far as we know; ``over_at`` is when its client was done with it, ``first_at`` when its first token
+    came. ``plan`` is what it does in the slots: ``reading`` its prompt first, ``serving`` once a slot is known to have
+    it."""
 
     rid: RequestId
     keys: tuple[PageKey, ...]
@@ -88,6 +95,11 @@ class Running:
     tokens_cached: int = 0
     draining: bool = False
     truncated: bool = False
+    exact: bool = False
+    plan: SlotPlan | None = None
+    reading: bool = False
+    serving: bool = False
+    first_at: float | None = None
     computed: bool = field(default=False)  # the whole prompt is certainly in the runtime's KV
 
     @property
