@@ -91,11 +91,15 @@ def usage_numbers(data: Mapping[str, Any]) -> UsageNumbers | None:
 
 
 def prompt_seconds(timings: Any) -> float | None:
-    """``prompt_ms`` of llama.cpp's timings in seconds; None where there is none, or nothing that could be a time."""
-    value = timings.get("prompt_ms") if isinstance(timings, dict) else None
-    if not isinstance(value, (int, float)) or isinstance(value, bool) or not 0 <= value < MS_MAX:
+    """``prompt_ms`` of llama.cpp's timings in seconds; None where it is not told."""
+    return seconds_of(timings.get("prompt_ms")) if isinstance(timings, dict) else None
+
+
+def seconds_of(ms: Any) -> float | None:
+    """Seconds from somebody else's milliseconds; None for what cannot be a time."""
+    if not isinstance(ms, (int, float)) or isinstance(ms, bool) or not 0 <= ms < MS_MAX:
         return None
-    return value / 1000
+    return ms / 1000
 
 
 def as_count(value: Any) -> int:

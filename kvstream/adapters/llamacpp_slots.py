@@ -2,7 +2,8 @@
 
 What is known of them, measured on b11549 and kept as golden transcripts (``tests/adapters/golden/llamacpp/slot_*``):
 
-* A slot's number wraps around: ``/slots/6`` of four slots is slot 2, and the answer says so. Whoever asked compares.
+* A slot's number wraps around: ``/slots/6`` of four slots is slot 2, and the answer says 6. Nothing tells the mistake,
+  so whoever asks must know how many slots there are.
 * A call on a slot at work waits until it is idle, without a word, and is carried out also when nobody waits any more.
 * A restore that fails in any way leaves the slot empty. All reasons have the same text.
 * ``n_predict: 0`` makes one token all the same and leaves exactly the prompt in the slot; the token is not kept.
@@ -19,7 +20,7 @@ from attrs import evolve, frozen
 from . import llamacpp_identity, llamacpp_resume, messages, responses
 from .base import Decoder, Failed, HttpCall, HttpReply, ProxyRequest, UsageNumbers
 from .bodies import dumps
-from .chunks import as_count, usage_numbers
+from .chunks import as_count, prompt_seconds, seconds_of, usage_numbers
 from .failure import error_in, failed_reply
 from .frames import StreamPlan
 from .framing import EVENT_BYTES_MAX
@@ -32,7 +33,7 @@ from .slot_calls import Identity, Legs, PromptWork, ResumeDecoder, SlotDone, Slo
 _PINNED_FORMS = frozenset(("chat", "completions", "messages", "responses", "native"))
 _COUNTS = ("n_saved", "n_restored", "n_erased")
 _BYTES = ("n_written", "n_read")
-_SECONDS = ("save_ms", "restore_ms")
+_TIMES = ("save_ms", "restore_ms")
 # Of the last frame of a prompt that is only read. Without this it repeats the whole prompt as text.
 _FIELDS = ("index", "content", "stop", "stop_type", "id_slot", "tokens_evaluated", "timings")
 
@@ -183,9 +184,8 @@ def prompt_work(data: object) -> PromptWork | None:
     numbers = next((found for holder in holders if (found := _numbers(holder)) is not None), None)
     if numbers is None or numbers.cached is None or numbers.cached > numbers.prompt:
         return None
-    slot = data.get("id_slot")
-    seconds = _seconds(data, ("prompt_ms",))
-    return PromptWork(numbers.cached, numbers.prompt - numbers.cached, seconds, _count(slot))
+    seconds = prompt_seconds(data.get("timings"))
+    return PromptWork(numbers.cached, numbers.prompt - numbers.cached, seconds, _count(data.get("id_slot")))
 
 
 def _numbers(holder: Mapping[str, Any]) -> UsageNumbers | None:
@@ -201,14 +201,9 @@ def _done(data: Mapping[str, Any]) -> SlotDone | None:
     if slot is None or tokens is None:
         return None
     written = next((as_size(data[name]) for name in _BYTES if name in data), 0)
-    return SlotDone(slot, tokens, written, _seconds(data, _SECONDS))
-
-
-def _seconds(data: Mapping[str, Any], names: tuple[str, ...]) -> float | None:
     timings = data.get("timings")
-    values = [timings.get(name) for name in names] if isinstance(timings, dict) else []
-    known = [value for value in values if isinstance(value, (int, float)) and not isinstance(value, bool)]
-    return known[0] / 1000 if known and 0 <= known[0] < 1e12 else None
+    taken = [timings[name] for name in _TIMES if name in timings] if isinstance(timings, dict) else []
+    return SlotDone(slot, tokens, written, seconds_of(taken[0]) if taken else None)
 
 
 def _count(value: Any) -> int | None:

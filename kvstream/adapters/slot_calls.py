@@ -27,7 +27,8 @@ class SlotView:
 
 @frozen
 class SlotDone:
-    """A slot call that worked: tokens saved, restored or erased; bytes of the file; seconds the runtime took."""
+    """A slot call that worked: tokens saved, restored or erased; bytes of the file; seconds the runtime took. ``slot``
+    is the number that was asked for: a runtime that has fewer may have taken another one without saying so."""
 
     slot: int
     tokens: int
