@@ -10,12 +10,18 @@ from typing import Any
 import pytest
 import trio
 
+from kvstream.core import messages as m
+from kvstream.core.scheduler import Scheduler
+from kvstream.core.types import EndReason, Limits, PoolMode, RequestId, SlotPlan, SlotRules
 from kvstream.errors import StoreError
 from kvstream.gateway.settings import engine_settings
 from tests.gateway.effects import effect, inject_config
 from tests.gateway.test_kvstore import ids_of, kv_file, save, spec_of, store_at
+from tests.play import submit
 
 __all__ = [
+    "test_a_prompt_that_takes_longer_is_read_first",
+    "test_fewer_tokens_are_not_saved",
     "test_a_save_that_is_slower_stops_saving",
     "test_hard_inject_is_off_when_asked",
     "test_saved_files_are_looked_for_there",
@@ -68,6 +74,34 @@ async def test_so_many_names_are_used_where_files_cannot_be_seen(tmp_path: Path)
         await store.keep(spec, SlotDone(0, 100, 1000))
     assert len(names) == 3
     store.close()
+
+
+def planned(*tokens: int, **keys: Any) -> list[SlotPlan]:
+    """What is planned for cold prompts of so many tokens, one after the other on one slot that reads 1,000 a second."""
+    scheduler = Scheduler(engine_settings(inject_config(**keys)).scheduler)
+    limits = Limits(PoolMode.SPLIT, seats=1, pages=256, page_tokens=16, request_tokens_max=4096, host_pages=4096)
+    scheduler.step(0.0, [m.BackendUp(limits), m.SlotsKnown(SlotRules(1, identity="ab", token_bytes=1.0)),
+                         m.CacheSeen(RequestId(99), 0, 1000, 1.0)])
+    plans = []
+    for rid, length in enumerate(tokens):
+        for action in scheduler.step(0.0, [submit(rid, length, pinnable=True, exact=True)]):
+            if isinstance(action, m.Admit) and action.plan is not None:
+                plans.append(action.plan)
+        scheduler.step(0.0, [m.SlotStarted(RequestId(rid)), m.Produced(RequestId(rid), 1),
+                             m.Ended(RequestId(rid), EndReason.FINISHED)])
+    return plans
+
+
+@effect("inject.read_first_s")
+def test_a_prompt_that_takes_longer_is_read_first() -> None:
+    assert [plan.read_first for plan in planned(800, 1200, read_first_s=1.0)] == [False, True]
+    assert [plan.read_first for plan in planned(800, 1200, read_first_s=2.0)] == [False, False]
+
+
+@effect("inject.save_tokens_min")
+def test_fewer_tokens_are_not_saved() -> None:
+    assert [plan.save is not None for plan in planned(300, 200, 300, save_tokens_min=250)] == [False, True, False]
+    assert [plan.save is not None for plan in planned(300, 200, 300, save_tokens_min=150)] == [False, True, True]
 
 
 @effect("inject.slow_save_s")
