@@ -24,8 +24,8 @@ class InjectConfig:
         32, "Most files on a runtime's disk that cannot be seen, and so not be cleaned up, from here.",
         unit="files", low=1, high=4096)
     read_first_s: float = key(
-        0.5, "A prompt that takes longer than this to compute is read before its answer is begun, so that what was read "
-             "can be handed on to those that share it.", unit="seconds", low=0, high=3600)
+        0.5, "A prompt that takes longer than this to compute is read before its answer is begun, so that what was "
+             "read can be handed on to those that share it.", unit="seconds", low=0, high=3600)
     save_tokens_min: int = key(
         256, "Fewer tokens are not worth a file.", unit="tokens", low=1, high=2**31 - 1)
     slow_save_s: float = key(
