@@ -43,7 +43,7 @@ async def answer(rt: FakeRuntime, r: FakeRequest, wire: Wire, entry: Entry, scri
         return
     for job in jobs:
         rt.engine.submit(job)
-    entry.task = jobs[0].task
+    entry.task, entry.jobs = jobs[0].task, jobs
     try:
         await _serve(rt, wire, entry, s, jobs, shapes, ask)
     finally:
@@ -114,7 +114,9 @@ def _prepare(rt: FakeRuntime, r: FakeRequest, s: Script) -> tuple[list[Job], W.S
         _check_length(rt, len(prompt))
         jobs.append(_job(rt, {**body, "n_predict": 1} if r.path in A.READ_ONLY else body, s, index, prompt))
         jobs[-1].says = rt.repeated(prompt)
-    return jobs, _shapes(rt, r.path, jobs, chat), Ask(body)
+    shapes = _shapes(rt, r.path, jobs, chat)
+    shapes.return_tokens = body.get("return_tokens") is True
+    return jobs, shapes, Ask(body)
 
 
 def _shapes(rt: FakeRuntime, path: str, jobs: list[Job], chat: bool) -> W.Shapes:
@@ -150,7 +152,7 @@ def _prompts(rt: FakeRuntime, path: str, body: dict[str, Any], chat: bool) -> li
     parts = prompt if isinstance(prompt, list) else [prompt]
     if not parts:
         raise _bad(rt, '"prompt" must not be empty')
-    return [rt.tokenizer.encode(str(part)) for part in parts]
+    return [list(part) if isinstance(part, list) else rt.tokenizer.encode(str(part)) for part in parts]
 
 
 def _check_length(rt: FakeRuntime, tokens: int) -> None:
@@ -173,8 +175,9 @@ def _job(rt: FakeRuntime, body: dict[str, Any], s: Script, index: int, prompt: l
         stop_at = s.tokens
     slot = body.get("id_slot")
     return Job(
-        prompt, limit, index, slot if isinstance(slot, int) and slot >= 0 else None, stop_at, s.hang_at_token,
+        prompt, limit, index, slot if isinstance(slot, int) and slot != -1 else None, stop_at, s.hang_at_token,
         paced=s.paced or s.script is not None, cache_prompt=body.get("cache_prompt", True) is not False,
+        media=T.has_media(body.get("messages")), eos=not body.get("ignore_eos") and s.tokens is None,
         busy_after_close=c.busy_after_close if s.busy_after_close is None else s.busy_after_close,
     )  # fmt: skip
 

@@ -8,17 +8,25 @@ happens during a batch (a cancel, above all) takes effect after it, as in llama.
 with Trio's autojump clock an idle fake does not keep time running.
 
 A job's results go into an unbounded channel: a slow reader delays nobody, also as in llama.cpp.
+
+Slots are given as llama.cpp gives them (read in its source, provoked on the real server). What is pinned to a busy slot
+is deferred, and so is a slot action. A slot that comes free wakes one deferred task, the first that names it or else
+the first of all; if that one waits for another slot, the free one stays idle (T1). With the RAM cache on, a pinned task
+exchanges the KV of its slot *before* it is found to be busy, under the request that runs there (T0): ``corruptions``
+counts those, ``busy_pins`` all requests pinned to a slot at work. A slot action holds up everything (``held``).
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import trio
 from attrs import define, field
 
 from . import tokens as T
+from .ramcache import RamCache, common_prefix
 from .script import RuntimeConfig
 
 OVERFLOW = "Context size has been exceeded."
@@ -28,7 +36,8 @@ OVERFLOW = "Context size has been exceeded."
 class Job:
     """One sequence to be generated. ``limit`` is the most tokens it may produce.
 
-    ``paced``: its tokens come when :meth:`Engine.produce` is called, not from the step loop.
+    ``paced``: its tokens come when :meth:`Engine.produce` is called, not from the step loop. ``media``: it has images.
+    ``corrupted``: its KV was exchanged under it, or was never its own: what it says from then on is wrong.
     Events in ``results``: ``("start", slot)``, ``("progress", processed)``, ``("token", piece)``, ``("end", reason)``,
     ``("error", message)``.
     """
@@ -52,6 +61,10 @@ class Job:
     state: int = 0
     cancelled: bool = False
     over: bool = False
+    media: bool = False
+    corrupted: bool = False
+    pinned_busy: bool = False
+    eos: bool = True
     prefill_s: float = 0.0
     decode_s: float = 0.0
     send: Any = None
@@ -72,8 +85,20 @@ class Job:
 
 
 @define(eq=False)
+class Action:
+    """A slot action. ``start`` is called, once, when the slot is free; whoever it starts calls ``Engine.acted``.
+    ``id_slot`` is as asked for: it wraps around."""
+
+    id_slot: int
+    start: Callable[[Slot], None]
+    dropped: Callable[[], None]
+    hang_at: None = None
+
+
+@define(eq=False)
 class Slot:
-    """A server slot. ``kv`` are the token ids whose KV it holds; ``busy_until`` keeps it processing after a close."""
+    """A server slot. ``kv`` are the token ids whose KV it holds; ``busy_until`` keeps it processing after a close.
+    ``hollow``: restored, but of no use to the next request. ``wrong``: restored from a file of another model."""
 
     id: int
     n_ctx: int
@@ -82,18 +107,16 @@ class Slot:
     last: Job | None = None
     used_at: float = -1.0
     busy_until: float | None = None
-    locked: bool = False
+    hollow: bool = False
+    wrong: bool = False
+    media: bool = False
 
     @property
     def busy(self) -> bool:
-        return self.job is not None or self.busy_until is not None or self.locked
+        return self.job is not None or self.busy_until is not None
 
-
-def common_prefix(a: list[int], b: list[int]) -> int:
-    n = min(len(a), len(b))
-    if a[:n] == b[:n]:
-        return n
-    return next(i for i in range(n) if a[i] != b[i])
+    def hold(self, kv: list[int], *, hollow: bool = False, wrong: bool = False) -> None:
+        self.kv, self.hollow, self.wrong, self.media = kv, hollow, wrong, False
 
 
 @define(eq=False)
@@ -102,14 +125,22 @@ class Engine:
 
     config: RuntimeConfig
     slots: list[Slot] = field(factory=list)
-    deferred: list[Job] = field(factory=list)
+    deferred: list[Job | Action] = field(factory=list)
+    ram: RamCache = field(factory=RamCache)
     deferred_max: int = 0
+    actions_deferred: int = 0
+    corruptions: int = 0
+    busy_pins: int = 0
+    held: int = 0
+    used_at: float = 0.0
     in_flight_max: int = 0
     kills: int = 0
     tasks: int = 0
     wedged: bool = False
     totals: dict[str, float] = field(factory=dict)
     _wake: trio.Event = field(factory=trio.Event)
+    _inbox: list[Job | Action] = field(factory=list)
+    _freed_meanwhile: list[Slot] = field(factory=list)
 
     def __attrs_post_init__(self) -> None:
         c = self.config
@@ -124,25 +155,59 @@ class Engine:
         return [slot.job for slot in self.slots if slot.job is not None]
 
     @property
+    def waiting(self) -> list[Job]:
+        return [task for task in (*self.deferred, *self._inbox) if isinstance(task, Job)]
+
+    @property
     def in_flight(self) -> int:
-        return len(self.running) + len(self.deferred)
+        return len(self.running) + len(self.waiting)
 
     @property
     def cells(self) -> int:
         return sum(len(slot.kv) for slot in self.slots)
 
+    @property
+    def asleep(self) -> bool:
+        """Whether nothing was asked of it for so long that it has put the model away."""
+        after = self.config.sleep_idle_s
+        return after is not None and not self.in_flight and trio.current_time() >= self.used_at + after
+
     def submit(self, job: Job) -> None:
         job.task, self.tasks = self.tasks, self.tasks + 1
         job.state = T.prompt_hash(job.prompt)
-        self.deferred.append(job)
-        self.in_flight_max = max(self.in_flight_max, self.in_flight)
-        self.dispatch()
+        self.in_flight_max = max(self.in_flight_max, self.in_flight + 1)
+        self.act(job)
+        self.deferred_max = max(self.deferred_max, len(self.waiting))
+
+    def act(self, task: Job | Action) -> None:
+        """Take a request or a slot action: it begins, or is deferred."""
+        self.used_at = trio.current_time()
+        if self.held:
+            self._inbox.append(task)
+        elif not self._place(task):
+            self.deferred.append(task)
+            self.actions_deferred += isinstance(task, Action)
         self.wake()
-        self.deferred_max = max(self.deferred_max, len(self.deferred))
+
+    def acted(self) -> None:
+        """A slot action is over. What came meanwhile is taken up in order."""
+        self.held -= 1
+        self.used_at = trio.current_time()
+        while not self.held and (self._freed_meanwhile or self._inbox):
+            if self._freed_meanwhile:
+                self._freed(self._freed_meanwhile.pop(0))
+            else:
+                self.act(self._inbox.pop(0))
+        self.wake()
+
+    async def at_leisure(self) -> None:
+        """Wait while a slot action holds up the main loop."""
+        while self.held:
+            await self._wake.wait()
 
     def cancel(self, job: Job) -> None:
         """The client is gone. A running job gives its slot back at the end of the current step."""
-        if job in self.deferred:
+        if job in self.deferred or job in self._inbox:
             # llama.cpp keeps a deferred job and drops it once launched; nobody can tell, except by the queue depth
             job.cancelled = True
         elif not job.over:
@@ -170,51 +235,115 @@ class Engine:
 
     def clear(self) -> None:
         """Forget everything, as a restart does. Running jobs end with an error."""
-        for job in [*self.running, *self.deferred]:
-            self._fail(job, "server restarted")
-        self.deferred.clear()
+        tasks, self.deferred, self._inbox = [*self.deferred, *self._inbox], [], []
+        for task in [*self.running, *tasks]:
+            if isinstance(task, Job):
+                self._fail(task, "server restarted")
+            else:
+                task.dropped()
+        self.forget()
+
+    def forget(self) -> None:
+        """Every cache is empty."""
+        self.ram = RamCache()
         for slot in self.slots:
-            slot.kv, slot.last, slot.busy_until, slot.used_at = [], None, None, -1.0
+            slot.hold([])
+            slot.last, slot.busy_until, slot.used_at = None, None, -1.0
 
     def wake(self) -> None:
         self._wake.set()
         self._wake = trio.Event()
 
-    # --- scheduling ---
+    # --- which slot ---
 
-    def dispatch(self) -> None:
-        """Start every deferred job that finds a slot, first come first served."""
-        for job in list(self.deferred):
-            slot = self._choose(job)
-            if slot is not None:
-                self.deferred.remove(job)
-                self._start(job, slot)
-                self.wake()  # only when something started: two idle loops must not keep waking each other
+    def slot(self, number: int) -> Slot:
+        """Numbers wrap around."""
+        return self.slots[number % len(self.slots)]
+
+    def _place(self, task: Job | Action) -> bool:
+        """Begin with a task if its slot is free."""
+        if isinstance(task, Action):
+            slot = self.slot(task.id_slot)
+            if not slot.busy:
+                self.held += 1
+                task.start(slot)
+            return not slot.busy
+        chosen = self._choose(task)
+        if chosen is None or chosen.busy:
+            return False
+        self._start(task, chosen)
+        return True
 
     def _choose(self, job: Job) -> Slot | None:
+        """llama.cpp's choice. A slot asked for by number may be busy, and its KV may be exchanged on the way."""
+        c, likeness, best, exchange = self.config, 0.0, None, False
+        for slot in self.slots:
+            if slot.busy or not slot.kv or not c.cache_model or not c.slot_prompt_similarity:
+                continue
+            alike = common_prefix(slot.kv, job.prompt) / max(1, len(job.prompt))
+            if alike > max(likeness, c.slot_prompt_similarity) and job.id_slot in (None, slot.id):
+                likeness, best = alike, slot
         if job.id_slot is not None:
-            slot = self.slots[job.id_slot % len(self.slots)]
-            return None if slot.busy else slot
-        idle = [slot for slot in self.slots if not slot.busy]
-        if not idle:
-            return None
-        best = max(idle, key=lambda s: common_prefix(s.kv, job.prompt))
-        if self.config.cache_model and common_prefix(best.kv, job.prompt) > 0.1 * len(job.prompt):
-            return best
-        return min(idle, key=lambda s: s.used_at)
+            best = self.slot(job.id_slot)
+            self.busy_pins += best.busy
+            job.pinned_busy |= best.busy
+        if best is not None:  # by likeness, or by number: then the likeness to a busy slot counts as none
+            lost = bool(best.kv) and likeness * len(job.prompt) / len(best.kv) < 0.5
+            exchange = lost and bool(c.slot_prompt_similarity)
+        else:
+            idle = [slot for slot in self.slots if not slot.busy]
+            best, exchange = min(idle, key=lambda s: (s.used_at, -s.id), default=None), True
+        if best is not None and exchange and c.cache_ram:
+            self._exchange(best, job.prompt)
+        return best
+
+    def _exchange(self, slot: Slot, prompt: list[int]) -> None:
+        """Put the slot's KV into the RAM cache and take out what fits the prompt better, also under a running job."""
+        self.ram.save(slot.kv)
+        found = self.ram.take(slot.kv, prompt)
+        if found is None:
+            return
+        slot.hold(found)
+        if slot.job is not None:
+            self.corruptions += 1
+            slot.job.corrupted = True
+            slot.job.state = T.prompt_hash(found)
 
     def _start(self, job: Job, slot: Slot) -> None:
-        if job.cancelled:
-            job.over = True
-            job.released.set()
-            return
-        reuse = self.config.cache_model and job.cache_prompt
+        c = self.config
+        reuse = c.cache_model and job.cache_prompt and not slot.hollow
         # at least one prompt token is always evaluated again: its logits are needed
         job.cached = min(common_prefix(slot.kv, job.prompt), max(0, len(job.prompt) - 1)) if reuse else 0
+        if slot.wrong and job.cached:
+            job.corrupted, job.state = True, T.fold(job.state, 0)
         job.processed, job.slot = job.cached, slot
-        slot.kv, slot.job, slot.last = job.prompt[: job.cached], job, job
+        slot.hold(job.prompt[: job.cached], wrong=slot.wrong and job.cached > 0)
+        slot.job, slot.last, slot.media = job, job, job.media
+        if c.cache_ram and (c.unified if c.cache_idle_slots is None else c.cache_idle_slots):
+            for other in self.slots:
+                if not other.busy:
+                    self.ram.save(other.kv)
+                    other.hold([])
         job.send.send_nowait(("start", slot.id))
         job.send.send_nowait(("progress", job.processed))
+        self.wake()
+
+    def _freed(self, slot: Slot) -> None:
+        """A slot came free: one deferred task is taken up, if it can be."""
+        self.used_at = trio.current_time()
+        if self.held:
+            self._freed_meanwhile.append(slot)
+            return
+        while self.deferred:
+            mine = (i for i, task in enumerate(self.deferred) if isinstance(task, Job) and task.id_slot == slot.id)
+            task = self.deferred.pop(next(mine, 0))
+            if isinstance(task, Job) and task.cancelled:
+                task.over = True
+                task.released.set()
+                continue
+            if not self._place(task):
+                self.deferred.append(task)
+            return
 
     def _sweep(self) -> None:
         """Free the slots of cancelled jobs and of those whose time after the close is over."""
@@ -225,9 +354,11 @@ class Engine:
                 self._release(job)
                 if job.busy_after_close:
                     slot.busy_until = now + job.busy_after_close
-            if slot.busy_until is not None and now >= slot.busy_until:
+                else:
+                    self._freed(slot)
+            elif slot.busy_until is not None and now >= slot.busy_until:
                 slot.busy_until = None
-        self.dispatch()
+                self._freed(slot)
 
     # --- the step loop ---
 
@@ -242,7 +373,7 @@ class Engine:
             self._sweep()
             wake = self._wake
             jobs = [slot.job for slot in group if slot.job is not None and slot.job.runnable]
-            if not jobs or self.wedged:
+            if not jobs or self.wedged or self.held:
                 until = [slot.busy_until for slot in group if slot.busy_until is not None]
                 with trio.move_on_at(min(until, default=math.inf)):
                     await wake.wait()
@@ -264,7 +395,7 @@ class Engine:
         decode_s = 1 / c.decode_rate if decoding else 0.0
         fill_s = sum(part for _, part in filling) / c.prefill_rate
         await trio.sleep(decode_s + fill_s)
-        while self.wedged:
+        while self.wedged or self.held:
             await self._wake.wait()
         self.totals["steps"] += 1
         for job in decoding:
@@ -282,18 +413,19 @@ class Engine:
         """Make sure that the unified pool has ``need`` more cells; running out ends *every* running request."""
         if not self.config.unified:
             return True
-        idle = sorted((s for s in self.slots if s.job is None and s.kv and not s.locked), key=lambda s: s.used_at)
+        idle = sorted((s for s in self.slots if s.job is None and s.kv), key=lambda s: s.used_at)
         while self.cells + need > self.config.n_ctx and idle:
-            idle.pop(0).kv = []
+            idle.pop(0).hold([])
         if self.cells + need <= self.config.n_ctx:
             return True
         self.kills += 1
+        freed = [slot for slot in self.slots if slot.job is not None]
         for job in self.running:
-            slot = job.slot
             self._fail(job, OVERFLOW)
-            if slot is not None:
-                slot.kv = []
-        self.dispatch()
+        for slot in freed:
+            slot.hold([])
+        for slot in freed:
+            self._freed(slot)
         return False
 
     def _prefill(self, job: Job, part: int) -> None:
@@ -313,7 +445,8 @@ class Engine:
         job.generated += 1
         job.text.append(piece)
         job.send.send_nowait(("token", piece))
-        if job.stop_at is not None and job.generated >= job.stop_at:
+        ends = bool(self.config.ends_every) and job.eos and job.state % self.config.ends_every == 0
+        if ends or (job.stop_at is not None and job.generated >= job.stop_at):
             self._end(job, "stop")
         elif job.generated >= job.limit or len(job.prompt) + job.generated >= slot.n_ctx:
             self._end(job, "length")
@@ -321,9 +454,11 @@ class Engine:
     # --- ends ---
 
     def _end(self, job: Job, reason: str) -> None:
+        slot = job.slot
         self._release(job)
         job.send.send_nowait(("end", reason))
-        self.dispatch()
+        if slot is not None:
+            self._freed(slot)
 
     def _fail(self, job: Job, message: str) -> None:
         self._release(job)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import trio
@@ -39,7 +39,9 @@ class Entry:
 
     ``closed_at``: the client closed before the answer ended (``closed_by_reset`` when it was an RST).
     ``ended_at``: the answer ended, properly or by our own fault injection; ``outcome`` says how.
-    ``released_at``: the slot was free again.
+    ``released_at``: the slot was free again. ``jobs`` are its sequences in the machine room. ``corrupted``: what it
+    said became wrong, since its KV was exchanged while it ran or came from another model. ``pinned_busy``: it named a
+    slot at work, which nobody must.
     """
 
     index: int
@@ -59,11 +61,20 @@ class Entry:
     task: int | None = None
     bytes_out: int = 0
     tokens_out: int = 0
+    jobs: Sequence[Any] = field(default=(), repr=False)
     writes: list[tuple[float, int]] = field(factory=list, repr=False)
 
     @property
     def body_hash(self) -> str:
         return hashlib.sha256(self.request.body).hexdigest()
+
+    @property
+    def corrupted(self) -> bool:
+        return any(job.corrupted for job in self.jobs)
+
+    @property
+    def pinned_busy(self) -> bool:
+        return any(job.pinned_busy for job in self.jobs)
 
     @property
     def open(self) -> bool:
@@ -104,6 +115,11 @@ class Journal:
     def open_now(self) -> list[Entry]:
         """Inference requests whose client is still there and whose answer has not ended."""
         return [entry for entry in self.calls if entry.open]
+
+    @property
+    def corrupted(self) -> list[Entry]:
+        """Inference requests whose answer went wrong unseen."""
+        return [entry for entry in self.calls if entry.corrupted]
 
     @property
     def prompts(self) -> list[str]:

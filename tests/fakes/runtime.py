@@ -18,6 +18,7 @@ from . import tokens as T
 from . import wire as W
 from .answer import answer
 from .apis import ROUTES, turns_of
+from .children import Children
 from .engine import Engine
 from .front import ClientGone, Wire
 from .journal import Entry, FakeRequest, Journal
@@ -46,6 +47,9 @@ class FakeRuntime:
         self.tokenizer = T.Tokenizer()
         self.rules: list[Rule] = []
         self.files: dict[str, list[int]] = {}
+        self.children = Children(self)
+        self.sleeps = 0
+        self._awake_at = 0.0
         self.loads = 0
         self.swaps = self.evicted = 0
         self.present: str | None = None  # the model in memory, where only one fits
@@ -71,31 +75,44 @@ class FakeRuntime:
 
     def wedge(self, on: bool = True) -> None:
         """Tokens stop (health and slots go on answering), or continue."""
-        self.engine.wedged = on
-        self.engine.wake()
+        for engine in (self.engine, *self.children.engines):
+            engine.wedged = on
+            engine.wake()
 
     def restart(self, load_s: float = 0.0) -> None:
         """As if the process had been replaced: everything running dies, every cache is empty."""
         self.engine.clear()
         self.ollama.clear()
+        self.children.clear()
         self.starts += 1
         self.ready_at = trio.current_time() + load_s
 
     @property
     def deferred_max(self) -> int:
         """How deep the runtime's own hidden queue ever got."""
-        runners = self.ollama.runners.values()
-        return max([self.engine.deferred_max, *(runner.engine.deferred_max for runner in runners)])
+        engines = [self.engine, *self.children.engines, *(runner.engine for runner in self.ollama.runners.values())]
+        return max(engine.deferred_max for engine in engines)
 
     @property
     def in_flight_max(self) -> int:
         """The most inference requests that were inside the runtime at once, queued or running."""
-        return max(self.engine.in_flight_max, self.ollama.in_flight_max)
+        children = [engine.in_flight_max for engine in self.children.engines]
+        return max(self.engine.in_flight_max, self.ollama.in_flight_max, *children)
 
     @property
     def kills(self) -> int:
         """How often the unified pool overflowed."""
         return self.engine.kills
+
+    @property
+    def corruptions(self) -> int:
+        """How often the KV of a running request was exchanged under it."""
+        return sum(engine.corruptions for engine in (self.engine, *self.children.engines))
+
+    @property
+    def busy_pins(self) -> int:
+        """How often a request named a slot at work, or was taken up again while it still was."""
+        return sum(engine.busy_pins for engine in (self.engine, *self.children.engines))
 
     def repeated(self, prompt: list[int]) -> list[str]:
         """What an answer to ``prompt`` repeats, by ``config.repeats``: itself, or the prompt that came before it."""
@@ -185,8 +202,11 @@ class FakeRuntime:
             await self.reply(wire, entry, 503, W.error(503, "Loading model", "unavailable_error"))
         elif inference and c.dialect == "ollama":
             await ollama_answer(self, r, wire, entry, script)
+        elif c.router:
+            await self.children.route(r, wire, entry, script, inference)
         elif inference:
             await self._ensure_loaded(r.json)
+            await self._rouse()
             await answer(self, r, wire, entry, script)
         elif (r.path == "/health" and c.health_hang) or (r.path == "/slots" and c.slots_hang):
             await trio.sleep_forever()
@@ -208,6 +228,14 @@ class FakeRuntime:
             await trio.sleep(self.config.cold_load_s)
             self.loaded = True
 
+    async def _rouse(self) -> None:
+        """Whatever needs the model wakes it."""
+        if self.engine.asleep:
+            self.engine.forget()
+            self.sleeps += 1
+            self.engine.used_at = self._awake_at = trio.current_time() + self.config.wake_s
+        await trio.sleep_until(self._awake_at)
+
     async def _status(self, r: FakeRequest, wire: Wire, entry: Entry) -> None:
         c, get = self.config, r.method in ("GET", "HEAD")
         if c.dialect == "ollama":
@@ -223,6 +251,8 @@ class FakeRuntime:
         elif r.path in ("/v1/models", "/models") and get:
             await self.reply(wire, entry, 200, W.models(c, n_ctx))
         elif r.path == "/metrics" and get and c.metrics:
+            await self._rouse()
+            await self.engine.at_leisure()
             more = (("Content-Type", "text/plain; version=0.0.4"), ("Process-Start-Time-Unix", str(self.starts)))
             await self.send(wire, entry, 200, more, W.metrics(c, self.engine))
         elif c.dialect == "openai":
@@ -248,8 +278,11 @@ class FakeRuntime:
         body = r.json if isinstance(r.json, dict) else {}
         route = (r.method, r.path)
         if route == ("GET", "/props"):
-            await self.reply(wire, entry, 200, W.props(self.config, self.engine.slots[0].n_ctx, self.starts))
+            await self.reply(wire, entry, 200, W.props(
+                self.config, self.engine.slots[0].n_ctx, self.starts, self.engine.asleep))
         elif route == ("GET", "/slots"):
+            await self._rouse()
+            await self.engine.at_leisure()
             await self.reply(wire, entry, 200, [W.slot_object(slot) for slot in self.engine.slots])
         elif route == ("POST", "/tokenize") and self.config.tokenizer:
             ids = self.tokenizer.encode(T.content_text(body.get("content")))
@@ -264,6 +297,7 @@ class FakeRuntime:
             more = {} if "messages" in r.path else {"object": "response.input_tokens"}
             await self.reply(wire, entry, 200, {"input_tokens": n, **more})
         elif r.method == "POST" and r.path.startswith("/slots/"):
+            await self._rouse()
             status, value = await slot_action(self, r, body)
             await self.reply(wire, entry, status, value)
         else:

@@ -86,6 +86,18 @@ class RuntimeConfig:
     ``load_s``: seconds after the start during which everything but nothing else answers 503 "Loading model".
     ``cold_load_s``: the model is loaded by the first request, as Ollama does; ``FakeRuntime.loads`` counts.
     ``one_model``: memory for one only; a request for another kills what runs (``evicted``) and loads (``swaps``).
+    ``ends_every``: the model also ends where its state, a function of all tokens so far, divides by it: so a continued
+    answer ends where it would have (with ``answer_tokens=None``).
+
+    Slots, as llama.cpp's flags have them. ``cache_ram``: the host prompt cache is on, with the dangers of it; then
+    ``cache_idle_slots`` (None: if ``unified``) empties idle slots into it when any request starts. ``sleep_idle_s``:
+    idle for so long, the model is put away with all KV, until the next request or GET /slots, which take ``wake_s``.
+    ``router``: no model of its own; one child per model (``models``, at most ``models_max`` at once), each with slots.
+    ``mmproj``: it reads images, and saving answers 501 for slots that hold some (``media``) or for all (``all``).
+    ``slots_dir``: slot files are real files there, of llama.cpp's format as far as the token ids and zeros from there
+    to the right size; without it they are in ``FakeRuntime.files``. ``cell_bytes`` is that of one token, ``disk_bytes``
+    what all files may take before a save fails half way. A save takes ``save_s``, a restore ``restore_s``; meanwhile
+    nothing else moves. ``restore_mode``: ``noop_200`` restores to no effect.
     """
 
     dialect: Literal["llamacpp", "openai", "ollama"] = "llamacpp"
@@ -99,6 +111,7 @@ class RuntimeConfig:
     cache_model: bool = True
     repeats: Literal["", "own", "other"] = ""
     answer_tokens: int | None = 16
+    ends_every: int = 0
     model: str = "fake-model"
     build: str = "b0-fake"
     load_s: float = 0.0
@@ -128,8 +141,18 @@ class RuntimeConfig:
     load_queue_max: int = 512
     keep_alive_s: float = 300.0
     heads_per_layer: bool = False
-    # slot files
+    # slots and their files
+    slot_prompt_similarity: float = 0.1
+    cache_ram: bool = False
+    cache_idle_slots: bool | None = None
+    sleep_idle_s: float | None = None
+    wake_s: float = 0.0
+    router: bool = False
+    mmproj: Literal["", "media", "all"] = ""
     slot_save: bool = True
+    slots_dir: str = ""
+    cell_bytes: int = 23056  # SmolLM2-135M: 23 040 bytes of KV and 16 of bookkeeping
+    disk_bytes: float = math.inf
     restore_mode: Literal["real", "noop_200", "501", "400_version", "400_size"] = "real"
     restore_s: float = 0.0
     save_s: float = 0.0

@@ -30,7 +30,7 @@ def piece_id(piece: str) -> int:
 class Tokenizer:
     """Pieces of text to ids and back. Ids are CRCs of the piece, so they are the same in every process."""
 
-    _pieces: dict[int, str] = field(factory=dict)
+    _pieces: dict[int, str] = field(factory=lambda: {piece_id(f" {word}"): f" {word}" for word in WORDS})
 
     def encode(self, text: str) -> list[int]:
         out = []
@@ -41,7 +41,7 @@ class Tokenizer:
         return out
 
     def decode(self, tokens: Sequence[int]) -> str:
-        """Ids this tokenizer has produced before, as text."""
+        """Ids this tokenizer has produced before or the model says, as text."""
         return "".join(self._pieces.get(token, "?") for token in tokens)
 
 
@@ -52,6 +52,18 @@ def content_text(content: Any) -> str:
     if isinstance(content, list):
         return "".join(p.get("text", "") for p in content if isinstance(p, Mapping) and p.get("type") == "text")
     return ""
+
+
+def ids_of(text: str) -> list[int]:
+    """The ids of a text."""
+    return [piece_id(piece) for piece in _PIECE.findall(text)]
+
+
+def has_media(messages: Any) -> bool:
+    """Whether a message has a part that is not text."""
+    contents = [m.get("content") for m in messages if isinstance(m, Mapping)] if isinstance(messages, list) else []
+    parts = [part for content in contents if isinstance(content, list) for part in content]
+    return any(isinstance(part, Mapping) and part.get("type") != "text" for part in parts)
 
 
 def apply_template(messages: Sequence[Any]) -> str:

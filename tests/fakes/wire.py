@@ -10,6 +10,7 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from . import tokens as T
 from .engine import Engine, Job, Slot
 from .script import RuntimeConfig
 
@@ -64,6 +65,7 @@ class Shapes:
     """The frames of one answer. ``chat`` tells the two OpenAI routes apart, ``native`` is ``/completion``."""
 
     done = DONE
+    return_tokens = False
 
     def __init__(self, config: RuntimeConfig, jobs: Sequence[Job], *, chat: bool, native: bool = False) -> None:
         self.config, self.jobs, self.chat, self.native = config, jobs, chat, native
@@ -93,19 +95,19 @@ class Shapes:
     def progress(self, job: Job, processed: int, ms: float) -> bytes:
         value = {"total": len(job.prompt), "cache": job.cached, "processed": processed, "time_ms": int(ms)}
         if self.native:
-            return event({**self._partial(job, "", 0), "prompt_progress": value})
+            return event({**self._partial(job, ""), "prompt_progress": value})
         delta = {"role": "assistant", "content": None}
         return self._frame([self._choice(job.index, delta)], prompt_progress=value)
 
-    def _partial(self, job: Job, text: str, count: int) -> dict[str, Any]:
+    def _partial(self, job: Job, text: str) -> dict[str, Any]:
         return {
-            "index": job.index, "content": text, "tokens": [0] * count, "stop": False, "id_slot": -1,
+            "index": job.index, "content": text, "tokens": T.ids_of(text), "stop": False, "id_slot": -1,
             "tokens_predicted": job.generated, "tokens_evaluated": len(job.prompt),
         }  # fmt: skip
 
     def token(self, job: Job, text: str, count: int = 1) -> bytes:
         if self.native:
-            return event(self._partial(job, text, count))
+            return event(self._partial(job, text))
         return self._frame([self._choice(job.index, {"content": text})])
 
     def finish(self, job: Job, reason: str, with_usage: bool, last: bool) -> bytes:
@@ -129,8 +131,9 @@ class Shapes:
         return self._frame([], usage=usage(self.jobs[0], self.config.cached_reported), **more)
 
     def native_final(self, job: Job, reason: str, streamed: bool = False) -> dict[str, Any]:
+        ids = [T.piece_id(piece) for piece in job.text] if self.return_tokens and not streamed else []
         return {
-            "index": job.index, "content": "" if streamed else "".join(job.text), "tokens": [],
+            "index": job.index, "content": "" if streamed else "".join(job.text), "tokens": ids,
             "id_slot": job.slot.id if job.slot else -1, "stop": True, "model": self.config.model,
             "tokens_predicted": job.generated, "tokens_evaluated": len(job.prompt), "generation_settings": PARAMS,
             "prompt": "", "has_new_line": False, "truncated": False,
@@ -178,15 +181,16 @@ def slot_object(slot: Slot) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def props(config: RuntimeConfig, n_ctx: int, starts: int = 0) -> dict[str, Any]:
+def props(config: RuntimeConfig, n_ctx: int, starts: int = 0, asleep: bool = False) -> dict[str, Any]:
     return {
         "default_generation_settings": {"params": PARAMS, "n_ctx": n_ctx}, "total_slots": config.slots,
         "model_alias": config.model, "model_ftype": "Q4_1", "model_path": f"/models/{config.model}.gguf",
-        "modalities": {"vision": False, "video": False, "audio": False}, "media_marker": f"<__media_{starts}__>",
+        "modalities": {"vision": bool(config.mmproj), "video": False, "audio": False},
+        "media_marker": f"<__media_{starts}__>",
         "endpoint_slots": True, "endpoint_props": False, "endpoint_metrics": config.metrics, "ui": True,
         "ui_settings": {}, "chat_template": "{% for message in messages %}...{% endfor %}",
         "chat_template_caps": {"supports_tools": False, "supports_system_role": True},
-        "bos_token": "<|im_start|>", "eos_token": "<|im_end|>", "build_info": config.build, "is_sleeping": False,
+        "bos_token": "<|im_start|>", "eos_token": "<|im_end|>", "build_info": config.build, "is_sleeping": asleep,
         "cors_proxy_enabled": False,
     }  # fmt: skip
 
