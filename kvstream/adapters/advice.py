@@ -75,7 +75,7 @@ def _llamacpp(identity: Identity, replies: Replies, machine: Machine) -> Iterato
     if identity.state == "sleeping":
         yield Advice("note", "It sleeps (--sleep-idle-seconds): its KV is gone, the next request loads it again.",
                      "start it without --sleep-idle-seconds if that takes long")
-    yield from _hard_inject(machine)
+    yield from _hard_inject(props, machine.flags)
     yield from _endpoints(props)
     yield from _batch(machine.flags)
     yield from _cache_ram(machine)
@@ -110,17 +110,35 @@ def _slots(props: Mapping[str, Any], flags: ServerFlags | None) -> Iterator[Advi
                      f"llama-server -c {slots * 8192} -np {slots} gives each slot 8,192")
 
 
-def _hard_inject(machine: Machine) -> Iterator[Advice]:
-    if machine.flags is None:
+def _hard_inject(props: Mapping[str, Any], flags: ServerFlags | None) -> Iterator[Advice]:
+    """Whether KV state can be saved and restored. What a server really does with it only a running KVStream finds out,
+    by trying; see ``selfview``."""
+    remedy = f"start it with: {launch_line(props, flags)}"
+    if flags is None:
         yield Advice("note", "Whether it has --slot-save-path cannot be seen from here; without it KV state cannot be "
-                     "saved and restored (hard inject is off), and the KV layout cannot be probed.",
-                     "start llama-server with --slot-save-path DIR")
-    elif not machine.flags.slot_save_path:
+                     "saved and restored (hard inject is off), and the KV layout cannot be probed.", remedy)
+    elif not flags.slot_save_path:
         yield Advice("warning", "It has no --slot-save-path: KV state cannot be saved and restored (hard inject "
-                     "is off).",
-                     "start llama-server with --slot-save-path DIR")
+                     "is off).", remedy)
+    elif flags.unified and flags.cache_idle_slots and flags.cache_ram_mib:
+        yield Advice("warning", "KV state can be saved and restored, but whenever a request starts it empties its idle "
+                     "slots: requests are not pinned, and every turn is restored from a file.", remedy)
+    elif flags.cache_ram_mib:
+        yield Advice("note", "KV state can be saved and restored (--slot-save-path is set). Beside that it moves KV "
+                     "between slots and memory by itself, which was seen to corrupt answers that others pin slots to.",
+                     remedy)
     else:
         yield Advice("ok", "KV state can be saved and restored (--slot-save-path is set).")
+
+
+def launch_line(props: Mapping[str, Any], flags: ServerFlags | None = None) -> str:
+    """How this server is started so that all of KVStream works: as many slots and as much context as it has."""
+    slots, settings = props.get("total_slots"), props.get("default_generation_settings")
+    context = settings.get("n_ctx") if isinstance(settings, dict) else None
+    size = (f"-np {slots} -c {slots * context}" if isinstance(slots, int) and isinstance(context, int)
+            else "-np N -c N*CONTEXT")
+    folder = flags.slot_save_path if flags is not None and flags.slot_save_path else "DIR"
+    return f"llama-server {size} --cache-ram 0 --slot-save-path {folder}"
 
 
 def _endpoints(props: Mapping[str, Any]) -> Iterator[Advice]:

@@ -68,6 +68,7 @@ def advise_kvstream(reply: HttpReply | None, version: str, own_version: str, *, 
             if isinstance(row, dict):
                 fact, _, cure = _text(row, "warning").partition("; ")
                 yield Advice("warning", _sentence(f"Ollama: {fact}"), cure)
+        yield from _inject(_table(lane, "inject"), of)
         yield from _hygiene(_table(lane, "prefix_hygiene"))
     if not ready and good:
         yield Advice("problem", "It is alive but not ready.", "kvstream health says why")
@@ -75,6 +76,23 @@ def advise_kvstream(reply: HttpReply | None, version: str, own_version: str, *, 
     if problem:
         yield Advice("problem", f"Its configuration was changed but not taken: {_sentence(problem)}",
                      "kvstream check-config")
+
+
+def _inject(inject: Mapping[str, Any], of: str) -> Iterator[Advice]:
+    """What it found out about the slots of llama.cpp by trying."""
+    mode, why = inject.get("mode"), _text(inject, "why")
+    if not isinstance(mode, str):
+        return
+    missing = ", ".join(str(flag) for flag in _list(inject, "missing"))
+    remedy = f"start llama-server with {missing}" if missing else ""
+    if inject.get("restore_ineffective") is True:
+        yield Advice("warning", f"Hard inject{of} is off: {_sentence(why)}", remedy)
+    elif mode == "soft":
+        yield Advice("warning" if missing else "note", f"Hard inject{of} is not used: {_sentence(why)}", remedy)
+    else:
+        yield Advice("note" if missing else "ok", f"Hard inject{of} ({mode}): {_sentence(why)}", remedy)
+    for note in _list(inject, "notes"):
+        yield Advice("note", f"Hard inject{of}: {_sentence(note)}")
 
 
 def _hygiene(hygiene: Mapping[str, Any]) -> Iterator[Advice]:

@@ -116,7 +116,7 @@ def inject_settings(config: Config) -> InjectSettings:
     inject = config.inject
     return InjectSettings(
         dir=inject.dir, state_dir=config.embedded.state_dir, disk_bytes_max=inject.disk_bytes_max,
-        files_max=inject.files_max, slow_save_s=inject.slow_save_s)
+        files_max=inject.files_max, slow_save_s=inject.slow_save_s, misses_max=inject.misses_max)
 
 
 def coalesce_settings(config: Config) -> CoalesceSettings:

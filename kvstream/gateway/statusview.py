@@ -23,6 +23,7 @@ from rich.text import Text
 
 from ..config import ServerConfig
 from ..errors import BackendUnavailableError, ConfigError, KVStreamError
+from .statusview_inject import inject_parts
 
 VERSION_HEADER = "x-kvstream-version"  # on every answer of a KVStream
 LOOK_EVERY_S = 1.0
@@ -227,6 +228,7 @@ def _lane_parts(snapshot: Mapping[str, Any]) -> list[RenderableType]:
     parts.append(Text(f"queue     {_n(queue, 'length')} waiting, {_n(queue, 'bytes')} bytes"))
     prefixes = _table(snapshot, "prefixes")
     parts.append(Text(f"prefixes  {_n(prefixes, 'nodes')} nodes, {_n(prefixes, 'tokens')} tokens"))
+    parts += inject_parts(_table(snapshot, "inject"))
     pages = _table(snapshot, "pages")
     if capacity and pages:
         parts += [_pages(pages), Text(PAGES_READ)]

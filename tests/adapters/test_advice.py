@@ -56,15 +56,15 @@ def flags(*argv: str, **environment: str) -> Machine:
     (Machine(memory_bytes=16 * GIB, local=False), "note", ("not known",)),  # it is another machine's memory
 ])
 def test_case_55_the_prompt_cache_against_the_memory(machine: Machine, severity: str, words: tuple[str, ...]) -> None:
-    found = about("--cache-ram", advice("llamacpp", machine))
+    found = about("prompt cache", advice("llamacpp", machine))
     assert found.severity == severity and all(word in found.text for word in words), found
     assert severity == "ok" or "--cache-ram" in found.remedy
 
 
 def test_case_55_the_number_that_fits_is_named() -> None:
-    assert "--cache-ram 2048" in about("--cache-ram", advice("llamacpp", Machine(memory_bytes=16 * GIB))).remedy
-    assert "--cache-ram 1024" in about("--cache-ram", advice("llamacpp", Machine(memory_bytes=8 * GIB))).remedy
-    assert about("--cache-ram", advice("llamacpp router", Machine(memory_bytes=8 * GIB))).severity == "warning"
+    assert "--cache-ram 2048" in about("prompt cache", advice("llamacpp", Machine(memory_bytes=16 * GIB))).remedy
+    assert "--cache-ram 1024" in about("prompt cache", advice("llamacpp", Machine(memory_bytes=8 * GIB))).remedy
+    assert about("prompt cache", advice("llamacpp router", Machine(memory_bytes=8 * GIB))).severity == "warning"
 
 
 # --- llama.cpp --------------------------------------------------------------------------------------------------------
@@ -79,7 +79,12 @@ def test_case_55_the_number_that_fits_is_named() -> None:
     (Machine(), {}, "cannot be seen from here.", "note", "-np 4"),
     (flags(), {"total_slots": 1}, "one slot", "note", "-np 4 -c 32768"),
     (flags(), {}, "no --slot-save-path", "warning", "--slot-save-path DIR"),
-    (flags("--slot-save-path", "/d"), {}, "--slot-save-path is set", "ok", ""),
+    (flags(), {}, "no --slot-save-path", "warning", "llama-server -np 4 -c 32768 --cache-ram 0 --slot-save-path DIR"),
+    (flags("--slot-save-path", "/d", "-np", "4", "--cache-ram", "0"), {}, "--slot-save-path is set", "ok", ""),
+    (flags("--slot-save-path", "/d", "--cache-ram", "0"), {}, "--slot-save-path is set", "ok", ""),
+    (flags("--slot-save-path", "/d"), {}, "empties its idle slots", "warning", "-np 4 -c 32768 --cache-ram 0 --slot"),
+    (flags("--slot-save-path", "/d", "--no-cache-idle-slots"), {}, "moves KV", "note", "--slot-save-path /d"),
+    (flags("--slot-save-path", "/d", "-np", "4"), {}, "moves KV", "note", "-np 4 -c 32768 --cache-ram 0"),
     (Machine(), {}, "Whether it has --slot-save-path", "note", "--slot-save-path DIR"),
     (flags(), {"endpoint_slots": False}, "--no-slots", "warning", "without --no-slots"),
     (flags(), {"endpoint_metrics": False}, "no /metrics", "note", "--metrics"),

@@ -10,11 +10,16 @@ from typing import Any
 import pytest
 import trio
 
+from kvstream.adapters.llamacpp import LlamaCppBackend
 from kvstream.core import messages as m
 from kvstream.core.scheduler import Scheduler
 from kvstream.core.types import EndReason, Limits, PoolMode, RequestId, SlotPlan, SlotRules
 from kvstream.errors import StoreError
+from kvstream.gateway.metrics import Metrics
 from kvstream.gateway.settings import engine_settings
+from kvstream.gateway.slot_ports import SlotsFound
+from kvstream.gateway.verify import SlotVerify
+from tests.fakes import FakeUpstream, open_runtime
 from tests.gateway.effects import effect, inject_config
 from tests.gateway.test_kvstore import ids_of, kv_file, save, spec_of, store_at
 from tests.play import submit
@@ -27,6 +32,7 @@ __all__ = [
     "test_saved_files_are_looked_for_there",
     "test_so_many_bytes_of_saved_kv_are_kept",
     "test_so_many_names_are_used_where_files_cannot_be_seen",
+    "test_so_many_restores_without_effect_switch_it_off",
 ]
 
 
@@ -113,3 +119,15 @@ async def test_a_save_that_is_slower_stops_saving(tmp_path: Path, autojump_clock
     await save(store, tmp_path, ids_of(2), seconds=0.6)
     assert not store.saving and store.view().files == 2
     store.close()
+
+
+@effect("inject.misses_max")
+async def test_so_many_restores_without_effect_switch_it_off() -> None:
+    inject = engine_settings(inject_config(misses_max=2)).inject
+    assert inject is not None
+    adapter = LlamaCppBackend("http://fake")
+    async with open_runtime() as runtime:
+        verify = SlotVerify(adapter, FakeUpstream(runtime), inject, Metrics().inject.lane("one"))
+        verify.enter(SlotsFound("hard", SlotRules(4)))
+        verdicts = [verify.seen("restored", promised=1000, cached=0) for _ in range(2)]
+    assert verdicts == [None, m.SlotsKnown(None)] and verify.found.mode == "soft"
