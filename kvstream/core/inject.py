@@ -247,6 +247,7 @@ class Inject:
         slot = self.slots.leave(run.rid, now, idle=idle) if self.slots is not None else None
         if slot is not None:
             self._leave_content(run, slot, ledger, now)
+            self.gone.append(run.keys)  # as far as it was not computed
         if self.store is not None:
             self.store.release(run.rid)
             for name in self.planned.pop(run.rid, ()):
@@ -290,12 +291,19 @@ class Inject:
         """Slots with a context each hold what they have in common once, as far as pages are counted."""
         ledger.shares_slots = self.slots is not None and ledger.limits.mode is PoolMode.SPLIT
 
-    def lost(self) -> list[tuple[PageKey, ...]]:
-        """What slots held and do not any more, since this was asked last."""
-        lost, self.gone = self.gone, []
-        return lost
+    def keeps(self, rid: RequestId) -> bool:
+        """Whether what this running request computes can be found again: not if nobody knows in which slot."""
+        return self.slots is None or self.slots.slot_of(rid) is not None
 
-    def held(self) -> list[Sequence[PageKey]]:
+    def tell(self, ledger: Ledger) -> None:
+        """Let the ledger forget the cached pages that no slot holds any more."""
+        gone, self.gone = self.gone, []
+        if gone and self.slots is not None:
+            held = self._held()
+            for keys in gone:
+                ledger.forget(keys, held)
+
+    def _held(self) -> list[Sequence[PageKey]]:
         """What the slots hold, or will when those who run in them end."""
         return [] if self.slots is None else [
             *(slot.keys for slot in self.slots.slots), *(run.keys for _, run in self._owners())]
@@ -326,6 +334,8 @@ class Inject:
         slots = self.slots
         if slots is not None:
             slots.check(running.keys())
+            if ledger is not None:
+                ledger.check_held(self._held())
             for run in running.values():
                 slot, plan = slots.slot_of(run.rid), run.plan
                 assert slot is None or (plan is not None and plan.slot == slot.index), "a request in another slot"

@@ -61,13 +61,17 @@ class Ledger:
     def set_limits(self, limits: Limits, fresh: bool) -> None:
         """The backend came up, or changed. Keys of another page size mean nothing in the old tree."""
         if fresh or limits.page_tokens != self.limits.page_tokens:
-            self.tree.clear()
-            self.epoch += 1
+            self.renew()
             if limits.page_tokens != self.limits.page_tokens:
                 self.limits = limits
                 self.tree = self._new_tree()
         self.limits = limits
         self._resize()
+
+    def renew(self) -> None:
+        """Whatever is cached, nobody knows where: forget it, and do not register what runs now."""
+        self.tree.clear()
+        self.epoch += 1
 
     def _new_tree(self) -> PrefixTree:
         depth = self._settings.prefix_tokens_max // self.limits.page_tokens if self._settings.prefix_enabled else 0

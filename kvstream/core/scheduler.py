@@ -79,9 +79,11 @@ class Scheduler:
             self._turn_away(waiting, RefuseReason.TIMEOUT, self._rate.wait_s(now, len(self._queue) - 1))
         if self._ledger is not None:
             self._ledger.expire(now)
+            self._admission.inject.tell(self._ledger)
             if self._up:
                 self._actions += self._admission.run(self._ledger, now)
                 self._actions += background(self._admission.inject, self._queue, self._ledger, now, self._closing)
+                self._admission.inject.tell(self._ledger)
         self._shedder.settle(self._is_busy(now))
         self._bound_newcomers(now)
         return self._actions
@@ -228,7 +230,8 @@ class Scheduler:
         run.produced += event.tokens
         if run.filling and run.produced and not run.draining:
             run.first_at = now
-            self._ledger.share_prompt(run, now)
+            if self._admission.inject.keeps(run.rid):
+                self._ledger.share_prompt(run, now)
             self._admission.alive(run, self._ledger, now)
         if self._ledger.grow(run, event.tokens) and not run.truncated:
             run.truncated = True
@@ -254,7 +257,7 @@ class Scheduler:
 
     def _close(self, run: Running, now: float, *, idle: bool = True) -> None:
         assert self._ledger is not None  # nothing runs before capacity is known
-        self._ledger.close(run, now, register=run.computed)
+        self._ledger.close(run, now, register=run.computed and self._admission.inject.keeps(run.rid))
         del self._running[run.rid]
         self._admission.closed(run, self._ledger, now, served=run.computed, idle=idle)
         self._tally.ended += 1

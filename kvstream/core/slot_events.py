@@ -79,6 +79,8 @@ class SlotEvents:
             self._inject.slots = None
         elif self._inject.slots is None or before is None or before.slots != rules.slots:
             self._inject.slots = SlotMap(rules)
+            if ledger is not None:
+                ledger.renew()
             for run in self._running.values():  # nobody knows where they are
                 self._inject.slots.let_float(run.rid, run.seats)
                 if run.serving or run.produced:
@@ -87,6 +89,8 @@ class SlotEvents:
             self._inject.slots.rules = rules
             if before.identity != rules.identity:
                 self._inject.slots.forget()
+                if ledger is not None:
+                    ledger.renew()
         if rules is not None:
             self._inject.costs.token_bytes, self._inject.costs.fixed_bytes = rules.token_bytes, rules.fixed_bytes
         for section in list(self._queue.held()):
