@@ -27,7 +27,6 @@ import trio
 from attrs import evolve
 
 from ..adapters.base import Adapter, Health, ProxyRequest
-from ..core.breaker import Circuit
 from ..core.messages import (
     Action,
     Admit,
@@ -43,7 +42,6 @@ from ..core.messages import (
 from ..core.scheduler import Scheduler
 from ..core.types import EndReason, Priority, RequestId
 from ..errors import (
-    BackendLoadingError,
     BackendUnavailableError,
     KVStreamError,
     PoolExhaustedError,
@@ -51,12 +49,14 @@ from ..errors import (
 )
 from .buffer import EventBuffer
 from .count import PromptCount, PromptCounter
+from .door import Door
 from .draining import DrainingSeats
 from .drift import Drifts
 from .failures import error_of, error_of_refusal
 from .guard import Guard
-from .health import BackendWatcher, SlotView
+from .health import BackendWatcher
 from .hygiene import PrefixHygiene
+from .inject import Inject
 from .lane_settings import EngineSettings
 from .liveness import Liveness
 from .load_options import LoadOptionsWatch
@@ -67,6 +67,8 @@ from .ports import Upstream
 from .recount import recount
 from .request import answer_tokens, seats_wanted
 from .runner import Runner
+from .slotsight import SlotSight
+from .slotwatch import AtWork, SlotWatch
 from .stream import Stream, end_reason
 
 __all__ = ["Engine", "EngineSettings"]
@@ -95,20 +97,28 @@ class Engine:
             keeps_ids=settings.inject is not None and adapter.slots is not None)
         self.watcher = BackendWatcher(
             adapter, upstream, self, settings.query, interval_s=settings.health_interval_s,
-            load_timeout_s=settings.load_timeout_s, idle_poll_s=settings.slot_idle_poll_s,
-            idle_s_max=settings.slot_idle_s_max, name=name)
+            load_timeout_s=settings.load_timeout_s, name=name)
         self.closing = False
         self._inbox: list[Event] = []
         self._wake = trio.Event()
         self._streams: trio.Nursery | None = None
         self._live: dict[RequestId, Stream] = {}
-        self._draining = DrainingSeats(self._live, metrics, self.post)
         self.guard = Guard(settings, self._post_of_guard, name)
+        self._door = Door(self.watcher, self.guard)
+        self.inject = Inject(
+            adapter, upstream, settings, metrics, name=name, post=self.post, other_process=self.watcher.other_process,
+            progress=self.guard.progress, owned=lambda: self.slot_view().owned)
+        self._draining = DrainingSeats(self._live, self.inject.jobs, metrics, self.post)
         self.drifts = Drifts(adapter, name)
+        self.sight = SlotSight(self._live, self._draining, self.inject, self.scheduler, self.drifts, self.post,
+                               askable=not settings.passthrough)
+        self._slot_watch = SlotWatch(adapter, upstream, self.sight, idle_poll_s=settings.slot_idle_poll_s,
+                                     idle_s_max=settings.slot_idle_s_max)
         self._liveness = Liveness(adapter, upstream, settings, metrics, self.guard, self._live)
         self._runner = Runner(
-            adapter, upstream, settings, watcher=self.watcher, guard=self.guard, post=self.post, settle=self._settle,
-            park=self._park, patience=Patience(self.watcher, settings, metrics, (rng or random.Random()).random))
+            adapter, upstream, settings, watcher=self.watcher, guard=self.guard, inject=self.inject, post=self.post,
+            settle=self._settle, park=self._park,
+            patience=Patience(self.watcher, settings, metrics, (rng or random.Random()).random))
         self._next_rid = 0
         self._idle = trio.Event()
         self._idle.set()
@@ -124,7 +134,8 @@ class Engine:
             self._streams = streams
             nursery.start_soon(self._tick)
             nursery.start_soon(self.watcher.run_health)
-            nursery.start_soon(self.watcher.run_slots)
+            nursery.start_soon(self._slot_watch.run)
+            nursery.start_soon(self.inject.run)
             nursery.start_soon(self.guard.run, self.watcher.answers)
             nursery.start_soon(self._liveness.run)
             task_status.started()
@@ -135,6 +146,8 @@ class Engine:
             events, self._inbox = self._inbox, []
             for action in self.scheduler.step(trio.current_time(), events):
                 self._act(action)
+            if self.sight.wants_look:
+                self._slot_watch.wanted.set()
             self._wake = trio.Event()
             if self._inbox:
                 await trio.lowlevel.checkpoint()
@@ -153,7 +166,7 @@ class Engine:
         self.watcher.announce()  # whoever waits here may be better off elsewhere
 
     def _act(self, action: Action) -> None:
-        if isinstance(action, SaveSlot | Forget):
+        if self.inject.act(action) or isinstance(action, SaveSlot | Forget):
             return
         stream = self._live.get(action.rid)
         if stream is None:
@@ -162,6 +175,7 @@ class Engine:
             assert self._streams is not None
             stream.lease, stream.granted = action, trio.current_time()
             stream.scope = trio.CancelScope()
+            self.sight.calls += 1
             self.guard.admitted(stream)
             self._liveness.admitted()
             self.metrics.admitted(stream)
@@ -189,11 +203,8 @@ class Engine:
         del self._live[stream.rid]
         if not self._live:
             self._idle.set()
-        draining = (stream.sent and not stream.completed and self.adapter.capabilities.slots_visible
-                    and not isinstance(error, BackendUnavailableError))  # then no slot ever heard of it
-        if draining:
-            self._draining.add(stream, stream.ended)
-            self.watcher.slots_wanted.set()
+        self.sight.calls += 1
+        draining = self._drains(stream, error)
         if refused is None:
             tokens = stream.usage.completion if stream.usage else None
             self.post(Ended(stream.rid, reason, tokens, draining=draining))
@@ -203,6 +214,18 @@ class Engine:
         self.drifts.ended(stream)
         self.metrics.ended(stream, error)
         log_request(stream, error, self.name)
+
+    def _drains(self, stream: Stream, error: KVStreamError | None) -> bool:
+        """Whether the runtime may still be at work on a request that is over here; if so it is watched from now on."""
+        if stream.rid in self._draining:
+            return True  # its leg ended before
+        sent = (stream.sent and not stream.completed and self.adapter.capabilities.slots_visible
+                and not isinstance(error, BackendUnavailableError))  # then no slot ever heard of it
+        if not sent and self._draining.job_of(stream) is None:
+            return False
+        self._draining.add(stream)
+        self._slot_watch.wanted.set()
+        return True
 
     def _park(self, stream: Stream) -> None:
         """The end of a leg whose stream was preempted: the stream itself goes on later. Synchronous."""
@@ -229,7 +252,10 @@ class Engine:
         refused = self.adapter.refusal(request)
         if refused is not None:
             raise error_of(refused)
-        await self._check_open(hold)
+        if self.closing:
+            raise ShuttingDownError("the gateway is shutting down", retry_after_s=5)
+        await self._door.check_open(self.settings, hold=hold)
+        await self.inject.check_process()
         request = self.hygiene.normalized(request)
         count = count or await self._count(request, client)
         if self.closing:
@@ -248,24 +274,12 @@ class Engine:
             rid=rid, keys=count.keys, tokens=count.tokens, tokens_max=stream.tokens_max,
             deadline=arrived + self.settings.wait_s_max, priority=priority, bytes=len(request.body),
             client=client, count_source=count.source, arrived=arrived, seats=seats_wanted(request), weight=weight,
-            group=group)
+            group=group, pinnable=self.inject.is_pinnable(request), exact=self.inject.is_exact(request, count))
         self.post(stream.asked)
         try:
             yield stream
         finally:
             self.leave(stream)
-
-    async def _check_open(self, hold: bool) -> None:
-        if self.closing:
-            raise ShuttingDownError("the gateway is shutting down", retry_after_s=5)
-        if self.watcher.backend.state == "starting":
-            with trio.move_on_after(self.settings.wait_s_max):
-                await self.watcher.wait_known()
-        backend = self.watcher.backend
-        if backend.state == Health.DOWN and not (hold and self.watcher.may_return(self.settings.down_grace_s)):
-            raise BackendUnavailableError(f"the backend is not there: {backend.detail}", retry_after_s=2)
-        if backend.state == "failed":
-            raise BackendLoadingError(f"the backend does not serve: {backend.detail}", retry_after_s=10)
 
     async def count_prompt(self, request: ProxyRequest, client: str) -> PromptCount:
         """Length and page keys of a prompt. *Errors*: none. *Cancellation*: safe."""
@@ -293,17 +307,9 @@ class Engine:
 
     # --- draining seats and drain of the whole ------------------------------------------------------------------------
 
-    def slot_view(self) -> SlotView:
-        """See :class:`health.SlotView`."""
+    def slot_view(self) -> AtWork:
+        """See :class:`slotwatch.AtWork`."""
         return self._draining.view()
-
-    def seat_idle(self, rid: RequestId, *, capped: bool) -> None:
-        """A draining request's slot is idle, or has been given up waiting for (``capped``)."""
-        self._draining.idle(rid, capped=capped)
-
-    def slots_seen(self, working: int) -> None:
-        """So many slots of the runtime work now."""
-        self.drifts.slots_seen(self.scheduler.snapshot(trio.current_time()).seats.used, working)
 
     def backend_returned(self) -> None:
         """The backend was away and is back."""
@@ -327,18 +333,12 @@ class Engine:
     def state(self) -> str:
         """The backend's state as requests meet it: the watcher's, or ``breaker_open``, ``wedged`` and ``half_open``
         while the breaker stands before a backend that is up."""
-        state, circuit = self.watcher.backend.state, self.guard.circuit
-        if state not in (Health.UP, Health.SLEEPING) or circuit is Circuit.CLOSED:
-            return state
-        if circuit is Circuit.HALF_OPEN:
-            return "half_open"
-        return "wedged" if self.guard.wedged else "breaker_open"
+        return self._door.state
 
     @property
     def backend_state(self) -> str:
         """What is known of the backend itself: the watcher's state, or ``wedged``."""
-        state = self.watcher.backend.state
-        return "wedged" if self.guard.wedged and state in (Health.UP, Health.SLEEPING) else state
+        return self._door.backend_state
 
     @property
     def ready(self) -> bool:

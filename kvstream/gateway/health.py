@@ -1,7 +1,7 @@
-"""Watching one backend: is it there, is it loading, what does it hold, and which of its slots still work.
+"""Watching one backend: is it there, is it loading, what does it hold.
 
-Two task bodies. :meth:`BackendWatcher.run_health` walks the states below and posts ``BackendUp`` and ``BackendDown``;
-:meth:`BackendWatcher.run_slots` turns cancelled requests back into free seats.
+One task body, :meth:`BackendWatcher.run_health`, walks the states below and posts ``BackendUp`` and ``BackendDown``.
+Which slots of the runtime still work is watched elsewhere (``slotwatch``).
 
 ::
 
@@ -17,7 +17,7 @@ when idle.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import trio
@@ -25,7 +25,6 @@ from attrs import evolve, frozen
 
 from ..adapters.base import Adapter, CapacityQuery, CapacityReport, Health, HttpReply
 from ..core.messages import BackendDown, BackendUp, Event
-from ..core.types import RequestId
 from ..errors import BackendTimeoutError, KVStreamError
 from .logs import backend_logger
 from .ports import Upstream
@@ -35,11 +34,6 @@ SILENT = "silent"  # what a probe found: no answer in time
 PROBE_TIMEOUT_S = 3.0
 CAPACITY_TIMEOUT_S = 5.0
 IDLE_FACTOR = 5
-SAMPLE_SETTLE_S = 0.01
-# llama.cpp looks for a departed client after a second without any result in its queue, and an answer of /slots is one.
-# While a prompt is read there are no others, so looking more often keeps the cancelled prefill going to its end
-# (measured: 1,276 of 1,300 tokens computed when asked every 50 ms, 512, one batch, when asked every 1.5 s).
-PREFILL_POLL_S_MIN = 1.25
 RECOUNT_S_MAX = 10.0
 
 
@@ -53,37 +47,24 @@ class BackendState:
     capacity: CapacityReport | None = None
 
 
-@frozen
-class DrainingSeat:
-    """A request that ended at our side while the runtime may be at work on it, since Trio time ``since``.
+class WatchedSlots(Protocol):
+    """What the watcher needs of those who use the runtime's slots."""
 
-    ``answered``: its headers had come. ``flowing``: so had its first token; until then the runtime is at the prompt.
-    """
-
-    rid: RequestId
-    answered: bool
-    flowing: bool
-    since: float
-
-
-@frozen
-class SlotView:
-    """Who is at work in the runtime: streams whose headers came and whose end would be seen at once (not those whose
-    pump waits for a slow reader: their slot may have been idle for long), and ended ones still draining."""
-
-    started: frozenset[RequestId]
-    draining: tuple[DrainingSeat, ...]
+    async def check(self, report: CapacityReport, *, sleeping: bool) -> Sequence[Event]: ...
+    async def beat(self) -> None: ...
+    def slept(self) -> None: ...
+    @property
+    def unsettled(self) -> bool: ...
 
 
 class WatchedEngine(Protocol):
     """What the watcher needs of the engine."""
 
     def post(self, event: Event) -> None: ...
-    def slot_view(self) -> SlotView: ...
-    def seat_idle(self, rid: RequestId, *, capped: bool) -> None: ...
     def backend_returned(self) -> None: ...
-    def slots_seen(self, working: int) -> None: ...
     async def recount_waiting(self) -> None: ...
+    @property
+    def sight(self) -> WatchedSlots: ...
     @property
     def busy(self) -> bool: ...
     @property
@@ -96,8 +77,7 @@ class BackendWatcher:
     """See the module. ``query`` is what the operator configured about capacity."""
 
     def __init__(self, adapter: Adapter, upstream: Upstream, engine: WatchedEngine, query: CapacityQuery, *,
-                 interval_s: float, load_timeout_s: float, idle_poll_s: float, idle_s_max: float,
-                 name: str = "") -> None:
+                 interval_s: float, load_timeout_s: float, name: str = "") -> None:
         self._log = backend_logger(name)
         self._adapter = adapter
         self._upstream = upstream
@@ -105,11 +85,9 @@ class BackendWatcher:
         self._query = query
         self._interval_s = interval_s
         self._load_timeout_s = load_timeout_s
-        self._idle_poll_s = idle_poll_s
-        self._idle_s_max = idle_s_max
         self._nudge = trio.Event()
         self._changed = trio.Event()
-        self.slots_wanted = trio.Event()
+        self._changed_process = False
         self.backend = BackendState()
         self.expect_restart: Callable[[], bool] = lambda: False
 
@@ -120,8 +98,10 @@ class BackendWatcher:
         self.backend = evolve(self.backend, since=trio.current_time())
         nudged = True
         while True:
-            if nudged or not self._tokens_flow:
+            if nudged or self._changed_process or not self._tokens_flow:
                 await self._enter(*await self._probe())
+            if self.backend.state == Health.UP:
+                await self._engine.sight.beat()
             pause = LOADING_POLL_S
             if self.backend.state in (Health.UP, Health.SLEEPING):
                 pause = self._interval_s * (1 if self._engine.busy else IDLE_FACTOR)
@@ -172,15 +152,23 @@ class BackendWatcher:
                 await self._learn(state)
             elif before.state != state:
                 self._set(state, detail)
-            elif before.capacity is not None and not before.capacity.settled and not self._engine.busy:
+                if state == Health.SLEEPING:
+                    self._engine.sight.slept()
+            elif not self._engine.busy and self._is_unsettled:
                 await self._learn(state)
-            elif await self._was_restarted():
+            elif self._changed_process or await self._was_restarted():
                 self._log.info("the backend was restarted between two looks, or loaded another model")
                 await self._learn(state)
             return
         if state != before.state:
             self._set(state, detail)
             self._engine.post(BackendDown())
+
+    @property
+    def _is_unsettled(self) -> bool:
+        """Whether something could not be found out when the backend came up."""
+        capacity = self.backend.capacity
+        return capacity is not None and (not capacity.settled or self._engine.sight.unsettled)
 
     async def _was_restarted(self) -> bool:
         """A small model restarts faster than we look: the health route alone would not tell."""
@@ -195,7 +183,11 @@ class BackendWatcher:
 
     async def _learn(self, state: str) -> None:
         """The backend came up: ask what it holds, and open the doors."""
+        self._changed_process = False
         before = self.backend.capacity
+        if before is not None and self._adapter.slots is not None:  # nobody is let in while slots may be touched
+            self._engine.post(BackendDown())
+            await trio.lowlevel.checkpoint()
         away = before is not None and self.backend.state not in (Health.UP, Health.SLEEPING)
         try:
             report = await self._capacity()
@@ -203,6 +195,7 @@ class BackendWatcher:
             self._set(Health.DOWN, error.message)
             return
         if report == before and self.backend.state == state and not report.settled:
+            self._engine.post(BackendUp(report.limits))
             return  # asked again, and it still cannot tell more
         fresh = before is not None and (
             before.instance != report.instance or not report.instance or before.process != report.process)
@@ -211,13 +204,15 @@ class BackendWatcher:
         limits = report.limits
         self._log.info("backend up: %s, %d seats, %d pages of %d tokens (%s)", limits.mode.value, limits.seats,
                        limits.pages, limits.page_tokens, limits.source)
+        events = await self._engine.sight.check(report, sleeping=state == Health.SLEEPING)
         self.backend = BackendState(state, trio.current_time(), "", report)
         self.announce()
         with trio.move_on_after(RECOUNT_S_MAX):
             await self._engine.recount_waiting()
         if away:
             self._engine.backend_returned()
-        self._engine.post(BackendUp(limits, fresh=fresh, ramp=away))
+        for event in (BackendUp(limits, fresh=fresh, ramp=away), *events):
+            self._engine.post(event)  # in one step: the first request that is let in knows the slots already
 
     async def _capacity(self) -> CapacityReport:
         replies: dict[str, HttpReply | None] = {}
@@ -247,6 +242,14 @@ class BackendWatcher:
             self._engine.post(BackendDown())
         self._nudge.set()
 
+    def other_process(self) -> None:
+        """The runtime was seen to be another process than the one whose answers we know: nobody is let in before it is
+        known what this one holds."""
+        if self.backend.state in (Health.UP, Health.SLEEPING) and not self._changed_process:
+            self._changed_process = True
+            self._engine.post(BackendDown())
+        self._nudge.set()
+
     def look_now(self) -> None:
         """Something went wrong that a look at the backend may explain."""
         self._nudge.set()
@@ -272,61 +275,3 @@ class BackendWatcher:
         """Wait until the first probe has answered."""
         while self.backend.state == "starting":
             await self._changed.wait()
-
-    # --- slots that are draining --------------------------------------------------------------------------------------
-
-    async def run_slots(self) -> None:
-        """Task body: while ended requests may still keep a slot busy, ask the runtime until they do not."""
-        once_idle: frozenset[RequestId] = frozenset()
-        looked_at: frozenset[RequestId] = frozenset()
-        while True:
-            draining = self._engine.slot_view().draining
-            if not draining:
-                self.slots_wanted = trio.Event()
-                await self.slots_wanted.wait()
-                continue
-            # One early look costs a cancelled prefill nothing; it is the second within a second that does.
-            waiting = any(seat.rid in looked_at and not seat.flowing for seat in draining)
-            await trio.sleep(max(self._idle_poll_s, PREFILL_POLL_S_MIN) if waiting else self._idle_poll_s)
-            looked_at = frozenset(seat.rid for seat in self._engine.slot_view().draining)
-            once_idle = await self._sample(once_idle)
-
-    async def _sample(self, once_idle: frozenset[RequestId]) -> frozenset[RequestId]:
-        """Ask once, free what is idle. Returns the requests that looked idle but must be seen so twice.
-
-        The count proves it: a started stream occupies a slot, one still on its way may occupy one. So when no more
-        slots work than there are started streams and *other* draining requests, one draining request must be idle.
-        A stream that ended at the runtime while its last bytes are on their way to us would be counted as working;
-        hence the short pause before the streams are counted. A request whose headers never came may not have reached
-        its slot when we looked, hence the second look.
-        """
-        before = self._engine.slot_view().started
-        call = self._adapter.busy()
-        working: int | None = None
-        if call is not None:
-            try:
-                tasks = self._adapter.read_busy(await self._upstream.request(call, timeout_s=PROBE_TIMEOUT_S))
-                working = None if tasks is None else len(tasks)
-            except KVStreamError:
-                pass  # a runtime that does not answer is not idle; the cap below ends the wait
-        await trio.sleep(SAMPLE_SETTLE_S)
-        if working is not None:
-            self._engine.slots_seen(working)
-        view = self._engine.slot_view()
-        started = len(before & view.started)
-        now = trio.current_time()
-        left = len(view.draining)
-        seen: set[RequestId] = set()
-        for seat in view.draining:
-            if now - seat.since > self._idle_s_max:
-                self._engine.seat_idle(seat.rid, capped=True)
-                left -= 1
-            elif working is not None and working <= started + left - 1:
-                if seat.answered or seat.rid in once_idle:
-                    self._engine.seat_idle(seat.rid, capped=False)
-                else:
-                    seen.add(seat.rid)
-                left -= 1
-        return frozenset(seen)
-
-

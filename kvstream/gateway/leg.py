@@ -6,11 +6,13 @@ the same, the events of all legs are one answer. A leg that ended because its st
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import Any, Protocol
 
 from attrs import frozen
 
+from ..adapters.amend import AmendedDecoder, Amendment
 from ..adapters.base import Decoder, HttpCall
+from ..adapters.slot_calls import PromptWork
 from .stream import Stream
 
 
@@ -25,13 +27,19 @@ class Leg(Protocol):
         """Reads the answer to it."""
         ...
 
+    def answer(self, body: bytes, answer: Any) -> bytes:
+        """The body of an answer that is handed through whole, of which ``answer`` is the JSON."""
+        ...
+
 
 @frozen
 class FirstLeg:
-    """The client's own request, in the slot that it was given (None: the runtime chooses)."""
+    """The client's own request, in the slot that it was given (None: the runtime chooses). ``read``: what it cost to
+    read its prompt beforehand, without which the client would be told that all of it was cached."""
 
     stream: Stream
     slot: int | None = None
+    read: PromptWork | None = None
 
     def call(self, *, stream: bool, include_usage: bool) -> HttpCall:
         """See :class:`Leg`."""
@@ -40,4 +48,9 @@ class FirstLeg:
 
     def decoder(self, content_type: str) -> Decoder:
         """See :class:`Leg`."""
-        return self.stream.adapter.decoder(self.stream.request, content_type=content_type)
+        decoder = self.stream.adapter.decoder(self.stream.request, content_type=content_type)
+        return decoder if self.read is None else AmendedDecoder(decoder, self.read)
+
+    def answer(self, body: bytes, answer: Any) -> bytes:
+        """See :class:`Leg`."""
+        return body if self.read is None else Amendment(self.read).answer(body, answer)

@@ -64,14 +64,14 @@ class PumpHooks:
     """What a pump tells and asks the engine. ``produced(rid, tokens)``; ``progress()`` on every data event;
     ``loading()`` waits until a backend that said "loading" is up, or raises, ``busy(refusal, retry_after_s)`` the same
     for one that is busy; ``usage_refused()`` remembers that this backend does not know ``stream_options``;
-    ``started(rid)``: the headers came."""
+    ``started()``: the headers came."""
 
     produced: Callable[[RequestId, int], None]
     progress: Callable[[], None]
     loading: Callable[[], Awaitable[None]]
     busy: Callable[[OverloadError, float | None], Awaitable[None]]
     usage_refused: Callable[[], None]
-    started: Callable[[RequestId], None]
+    started: Callable[[], None]
 
 
 class Pump:
@@ -138,7 +138,7 @@ class Pump:
                 stream.sent = False  # the runtime turned it away: no slot is at work on it
                 return self._refusal(await _read_error(response))
             stream.answered = True
-            self._hooks.started(stream.rid)
+            self._hooks.started()
             if response.headers.get("content-type", "").lower().startswith("text/html"):
                 raise BackendProtocolError("the backend answered 200 with a page of HTML; is backend.base_url right?")
             if self._passthrough:
@@ -243,7 +243,9 @@ class Pump:
         self._stream.usage = usage_of_whole(answer)
         self._flush()
         self._stream.completed = True
-        await self._stream.buffer.put([Delta(raw=bytes(body), data=answer)], len(body))
+        raw = self._leg.answer(bytes(body), answer)
+        self._stream.last_data = answer
+        await self._stream.buffer.put([Delta(raw=raw, data=answer)], len(raw))
 
     def _note(self, event: UpstreamEvent) -> int:
         """Keep the books of one event; its size in bytes."""

@@ -26,11 +26,13 @@ from ..core.types import CountSource, EndReason, PoolMode, RequestId
 from ..errors import BackendRefusedError, BackendUnavailableError, KVStreamError, ShuttingDownError
 from .guard import Guard
 from .health import BackendWatcher
+from .inject import Inject
 from .lane_settings import EngineSettings
 from .leg import FirstLeg, Leg
 from .patience import Patience
 from .ports import Upstream
 from .pump import Pump, PumpHooks
+from .slotwork import UNPLANNED, Opening
 from .stream import Stream
 
 log = logging.getLogger("kvstream.engine")
@@ -46,12 +48,14 @@ class Runner:
     event to the scheduler."""
 
     def __init__(self, adapter: Adapter, upstream: Upstream, settings: EngineSettings, *, watcher: BackendWatcher,
-                 guard: Guard, patience: Patience, post: Callable[[Event], None], settle: Settle, park: Park) -> None:
+                 guard: Guard, inject: Inject, patience: Patience, post: Callable[[Event], None], settle: Settle,
+                 park: Park) -> None:
         self._adapter = adapter
         self._upstream = upstream
         self._settings = settings
         self._watcher = watcher
         self._guard = guard
+        self._inject = inject
         self._patience = patience
         self._post = post
         self._settle = settle
@@ -68,10 +72,13 @@ class Runner:
         *Cancellation*: by the stream's own scope it is an end like another; from outside it is the gateway's stop.
         """
         assert stream.scope is not None
+        opening: Opening | None = UNPLANNED
         error: KVStreamError | None = ShuttingDownError("the gateway was stopped", retry_after_s=5)
         try:
             with stream.scope:
-                await self._pump(stream, self._leg(stream)).run()
+                opening = await self._inject.open(stream)
+                if opening is not None:
+                    await self._pump(stream, self._leg(stream, opening)).run()
             error = None
         except KVStreamError as caught:
             error = caught
@@ -81,10 +88,11 @@ class Runner:
             if self._settings.raise_bugs:
                 raise bug
         finally:
-            self._ended(stream, error)
+            self._inject.over(stream)
+            self._ended(stream, error, planned=opening is not None)
 
-    def _leg(self, stream: Stream) -> Leg:
-        return FirstLeg(stream, stream.lease.slot if stream.lease else None)
+    def _leg(self, stream: Stream, opening: Opening) -> Leg:
+        return FirstLeg(stream, opening.slot, opening.read)
 
     def _pump(self, stream: Stream, leg: Leg) -> Pump:
         settings, capacity = self._settings, self._watcher.backend.capacity
@@ -92,7 +100,8 @@ class Runner:
         hooks = PumpHooks(
             produced=self._on_produced, progress=partial(self._guard.progress, stream),
             loading=partial(self._patience.loading, stream), busy=partial(self._patience.busy, stream),
-            usage_refused=self._on_usage_refused, started=self._on_started)
+            usage_refused=self._on_usage_refused,
+            started=partial(self._inject.started, stream))
         return Pump(
             stream, leg, self._adapter, self._upstream, settings.times, hooks, page_tokens=settings.query.page_tokens,
             include_usage=not self._usage_refused and (settings.include_usage or stream.request.include_usage),
@@ -102,18 +111,19 @@ class Runner:
     def _on_produced(self, rid: RequestId, tokens: int) -> None:
         self._post(Produced(rid, tokens))
 
-    def _on_started(self, rid: RequestId) -> None:
-        pass
-
     def _on_usage_refused(self) -> None:
         log.info("the backend does not know stream_options; usage is estimated from now on")
         self._usage_refused = True
 
     # --- afterwards ---------------------------------------------------------------------------------------------------
 
-    def _ended(self, stream: Stream, error: KVStreamError | None) -> None:
-        """Synchronous, so it happens whole, also in a cancelled task."""
+    def _ended(self, stream: Stream, error: KVStreamError | None, *, planned: bool) -> None:
+        """Synchronous, so it happens whole, also in a cancelled task. Not ``planned``: what its grant relied on was
+        gone, and nothing was sent."""
         self._guard.ended(stream, error, known_down=self._watcher.backend.state not in (Health.UP, Health.SLEEPING))
+        if not planned and error is None and self._may_queue_again(stream):
+            self._queue_again(stream)
+            return
         if isinstance(error, BackendRefusedError):
             self._watcher.suspect(Health.DOWN, error.message)
             if self._may_queue_again(stream):

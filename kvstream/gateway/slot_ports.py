@@ -1,9 +1,9 @@
 """What the parts of hard inject need of each other in one lane, as protocols: who does the calls, who keeps the files,
 who finds out how the slots may be used.
 
-``slotwork`` does every slot call. Around a save it asks the store first (``begin``: under which name is the runtime to
-write) and tells it afterwards what was written (``commit``) or that nothing was (``abandon``); before a restore it asks
-``ready``. So the store needs no HTTP, and the worker knows nothing of files.
+``slotwork`` does every slot call. Around a save it asks the store first (``temporary``: under which name is the runtime
+to write) and tells it afterwards what was written (``keep``), or that nothing was; before a restore it asks ``offer``.
+So the store needs no HTTP, and the worker knows nothing of files.
 """
 
 from __future__ import annotations
@@ -12,54 +12,49 @@ from typing import Literal, Protocol
 
 from attrs import frozen
 
-from ..adapters.base import CapacityReport
 from ..adapters.slot_calls import Identity, SlotDone
-from ..core.types import PageKey, SavedPrefix, SaveSpec, SlotRules
+from ..core.types import SavedPrefix, SaveSpec, SlotRules
 
 SlotMode = Literal["hard", "hard-unpinned", "soft"]
 
 
-@frozen
-class Kept:
-    """A save that is in the store now. ``keys`` are those of the spec, or more where the file told them."""
-
-    tokens: int
-    bytes: int
-    keys: tuple[PageKey, ...]
-
-
 class SlotStore(Protocol):
-    """The files of one lane. No method raises for anything a disk can do; a failed file is simply not there.
+    """The files of one lane and one identity; see ``kvstore.KvStore``, which also says what can go wrong."""
 
-    *Cancellation*: safe everywhere; what was begun and not committed is never offered.
-    """
-
-    async def load(self, identity: str, now: float) -> tuple[SavedPrefix, ...]:
-        """The files of this identity, which ``begin`` serves from now on. ``used_at`` is on the clock of ``now``."""
+    async def load(self) -> list[SavedPrefix]:
+        """What can be offered."""
         ...
 
-    async def begin(self, spec: SaveSpec) -> str | None:
-        """The name that the runtime is to write under; None: nothing is saved (off, full, broken)."""
+    def temporary(self, name: str, bytes: int = 0) -> str:
+        """The file name that the runtime is told to write for ``name``. *Errors*: ``StoreError``: nothing is saved."""
         ...
 
-    async def commit(self, spec: SaveSpec, written: SlotDone) -> Kept | None:
-        """The runtime says it wrote that. Verified, renamed, entered; None: it was not good and is gone."""
+    async def keep(self, spec: SaveSpec, done: SlotDone) -> SavedPrefix:
+        """The runtime says that it wrote that. *Errors*: ``StoreError``: it was not good, and is gone."""
         ...
 
-    def abandon(self, spec: SaveSpec) -> None:
-        """The save that was begun came to nothing, or nobody knows. Synchronous."""
+    def failed(self, name: str, why: str) -> None:
+        """The runtime could not save, in its own words."""
         ...
 
-    async def ready(self, name: str) -> str | None:
-        """The name under which the runtime finds this file; None: it is not as it was written, and is gone."""
+    def abandon(self, name: str) -> None:
+        """Nobody waits for that save any more."""
         ...
 
-    def used(self, name: str) -> None:
-        """It was restored. Synchronous."""
+    async def offer(self, name: str) -> str:
+        """The file name to restore. *Errors*: ``StoreError``: it is not as it was written, and is gone."""
+        ...
+
+    def restored(self, name: str, done: SlotDone) -> bool:
+        """The runtime says what it read: whether that is what was saved. If not it is gone."""
         ...
 
     def forget(self, name: str) -> None:
-        """Delete it: evicted, or the runtime could not read it. Synchronous and idempotent."""
+        """Delete it. Quick, idempotent."""
+        ...
+
+    def close(self) -> None:
+        """Write down what is only in memory. Quick, idempotent."""
         ...
 
 
@@ -83,17 +78,3 @@ class SlotsFound:
     settled: bool = True
     cached: int = 0
     computed: int = 0
-
-
-class SlotCheck(Protocol):
-    """Finds that out when a backend came up, and watches that restores keep their promise."""
-
-    async def check(self, report: CapacityReport, *, sleeping: bool) -> SlotsFound:
-        """Ask the runtime; nothing is computed. ``sleeping``: it must not be woken, so what can be known is what was
-        found before. *Errors*: none. *Cancellation*: safe."""
-        ...
-
-    def restored(self, *, promised: int, cached: int) -> bool:
-        """A request behind a restore reported ``cached`` tokens of the ``promised``. False: restoring has no effect
-        here, use the slots no more."""
-        ...

@@ -11,6 +11,7 @@ import trio
 from attrs import define, frozen
 
 from ..adapters.base import Adapter, ProxyRequest, UpstreamEvent, UsageNumbers
+from ..adapters.slot_calls import PromptWork
 from ..core.messages import Admit, Preempt, Submitted
 from ..core.types import CountSource, EndReason, Priority, RequestId
 from ..errors import BackendError, KVStreamError, OverloadError, ReaderStalledError
@@ -52,6 +53,9 @@ class Stream:
     scope: trio.CancelScope | None = None
     lease: Admit | None = None
     granted: float | None = None
+    slot: int | None = None  # the one its call is pinned to
+    restored: bool = False  # a file was restored into its slot
+    read: PromptWork | None = None  # what reading its prompt beforehand cost
     requeued: int = 0  # how often it went back to the queue, since nobody listened
     loading_since: float | None = None  # when the backend first turned it away because it loads
     busy_since: float | None = None  # the same, because it is busy
@@ -105,8 +109,8 @@ class Stream:
 
     def give_back(self) -> None:
         """It has no seat any more and waits again, for its first leg or for the next one."""
-        self.lease = self.scope = self.granted = self.preempting = None
-        self.sent = self.answered = self.blocked = False
+        self.lease = self.scope = self.granted = self.preempting = self.slot = self.read = None
+        self.sent = self.answered = self.blocked = self.restored = False
         self.sent_at = None
 
 

@@ -15,8 +15,8 @@ import trio
 
 from kvstream.adapters.base import HttpCall, HttpReply
 from kvstream.errors import BackendTimeoutError, KVStreamError, ReaderStalledError, ShuttingDownError
-from kvstream.gateway.health import PREFILL_POLL_S_MIN
 from kvstream.gateway.ports import Upstream, UpstreamResponse
+from kvstream.gateway.slotwatch import PREFILL_POLL_S_MIN
 from tests.fakes.script import Script
 from tests.gateway.lane import Lane, chat, open_lane, read, request, settings
 
@@ -128,9 +128,9 @@ async def test_a_blocked_pump_is_no_proof_that_its_slot_works(autojump_clock: tr
     async with open_lane(settings(buffer_bytes=600), answer_tokens=200) as lane:
         async with lane.engine.open_stream(request()) as stream:
             await stream.get()
-            assert lane.engine.slot_view().started == {stream.rid}
+            assert lane.engine.slot_view().started == {stream.rid: None}
             await trio.sleep(2)
-            assert lane.engine.slot_view().started == set()
+            assert lane.engine.slot_view().started == {}
 
 
 async def test_leaving_is_booked_by_phase(autojump_clock: trio.abc.Clock) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import trio
 
-from kvstream.gateway.health import PREFILL_POLL_S_MIN
+from kvstream.gateway.slotwatch import PREFILL_POLL_S_MIN
 from tests.fakes import Script
 from tests.fakes.client import RawResponse, encode_request
 from tests.gateway.conftest import CHAT, Lane, Rig, chat, data_of, metric, open_lane, open_rig, text_of

@@ -1,4 +1,4 @@
-"""When a draining seat is free: the counting of ``BackendWatcher``, case by case, with nothing else around it."""
+"""When a draining seat is free: the counting of ``SlotWatch``, case by case, with nothing else around it."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ import trio
 from attrs import define, evolve, field
 
 from kvstream.adapters import LlamaCppBackend
-from kvstream.adapters.base import CapacityQuery, HttpCall, HttpReply
-from kvstream.core.messages import Event
+from kvstream.adapters.base import HttpCall, HttpReply
+from kvstream.core.messages import Event, SlotsLook
 from kvstream.core.types import RequestId
 from kvstream.errors import BackendTimeoutError
-from kvstream.gateway.health import PREFILL_POLL_S_MIN, BackendWatcher, DrainingSeat, SlotView
+from kvstream.gateway.slotwatch import PREFILL_POLL_S_MIN, AtWork, DrainingSeat, SlotWatch
 
 A, B, C, D = (RequestId(n) for n in range(1, 5))
 
@@ -28,20 +28,25 @@ class Scene:
     draining: dict[RequestId, bool]  # rid -> headers had come (and the first token, unless ``prefill``)
     freed: list[tuple[RequestId, bool]] = field(factory=list)
     on_look: Callable[[], None] = lambda: None
-    busy: bool = True
     prefill: bool = False
     looks: list[float] = field(factory=list)
-    last_progress: float = 0.0
+    pinned: dict[RequestId, int] = field(factory=dict)
+    wants_look: bool = False
+    moves: int = 0
+    moving: bool = False  # something goes to a slot while we look
+    told: list[SlotsLook] = field(factory=list)
 
-    def post(self, event: Event) -> None: ...
-
-    async def recount_waiting(self) -> None: ...
+    def post(self, event: Event) -> None:
+        assert isinstance(event, SlotsLook)
+        self.told.append(event)
 
     def slots_seen(self, working: int) -> None: ...
 
-    def slot_view(self) -> SlotView:
-        return SlotView(frozenset(self.started), tuple(
-            DrainingSeat(rid, answered, not self.prefill, 0.0) for rid, answered in self.draining.items()))
+    def slot_view(self) -> AtWork:
+        seats = tuple(DrainingSeat(rid, answered, not self.prefill, 0.0, self.pinned.get(rid))
+                      for rid, answered in self.draining.items())
+        owned = [self.pinned[rid] for rid in (*self.started, *self.draining) if rid in self.pinned]
+        return AtWork({rid: self.pinned.get(rid) for rid in self.started}, seats, frozenset(owned))
 
     def seat_idle(self, rid: RequestId, *, capped: bool) -> None:
         del self.draining[rid]
@@ -50,6 +55,7 @@ class Scene:
     async def request(self, call: HttpCall, *, timeout_s: float) -> HttpReply:
         assert call.path == "/slots"
         self.looks.append(trio.current_time())
+        self.moves += self.moving
         await trio.lowlevel.checkpoint()
         if self.working is None:
             raise BackendTimeoutError("no answer")
@@ -57,10 +63,9 @@ class Scene:
         trio.lowlevel.current_trio_token().run_sync_soon(self.on_look)
         return HttpReply(200, {}, json.dumps(slots).encode())
 
-    def watcher(self) -> BackendWatcher:
-        return BackendWatcher(
-            LlamaCppBackend(base_url="http://fake"), self, self, CapacityQuery(page_tokens=16),  # type: ignore[arg-type]
-            interval_s=1, load_timeout_s=1, idle_poll_s=0.05, idle_s_max=30)
+    def watcher(self) -> SlotWatch:
+        return SlotWatch(LlamaCppBackend(base_url="http://fake"), self, self,  # type: ignore[arg-type]
+                         idle_poll_s=0.05, idle_s_max=30)
 
     async def look(self, times: int = 1) -> list[RequestId]:
         watcher = self.watcher()
@@ -130,7 +135,60 @@ async def test_a_cancelled_prefill_is_left_in_peace(autojump_clock: trio.abc.Clo
         start = trio.current_time()
         scene = Scene(1, set(), {D: True}, prefill=prefill)
         with trio.move_on_after(10):
-            await scene.watcher().run_slots()
+            await scene.watcher().run()
         assert scene.looks[0] - start < 0.1, "one early look is free"
         gaps = [after - before for before, after in pairwise(scene.looks)]
         assert len(gaps) > 5 and all(pause <= gap <= pause + 0.1 for gap in gaps)
+
+
+# --- slots that are known ---------------------------------------------------------------------------------------------
+
+
+async def test_a_pinned_request_is_watched_by_its_own_row(autojump_clock: trio.abc.Clock) -> None:
+    """Slots 0 and 1 work. Whoever was pinned to 2 is done, whoever was pinned to 1 is not, whatever the count says."""
+    scene = Scene(2, set(), {C: True, D: True}, pinned={C: 1, D: 2})
+    assert await scene.look() == [D]
+    assert await scene.look(3) == [D], "slot 1 still works"
+    scene.working = 1
+    assert await scene.look() == [D, C]
+
+
+async def test_slots_that_belong_to_somebody_are_not_counted_for_others(autojump_clock: trio.abc.Clock) -> None:
+    """Slot 0 is A's, who was pinned to it: the draining D, whose slot nobody knows, is idle."""
+    assert await Scene(1, {A}, {D: True}, pinned={A: 0}).look() == [D]
+    assert await Scene(2, {A}, {D: True}, pinned={A: 0}).look() == [], "slot 1 may be D's"
+
+
+async def test_a_pinned_request_without_headers_must_look_idle_twice(autojump_clock: trio.abc.Clock) -> None:
+    scene = Scene(0, set(), {D: False}, pinned={D: 3})
+    assert await scene.look(1) == []
+    assert await evolve(scene, freed=[]).look(2) == [D]
+
+
+async def test_who_left_after_the_look_was_taken_is_not_judged_by_it(autojump_clock: trio.abc.Clock) -> None:
+    """D's call was on its way to its idle slot when we looked, and D left before the answer came."""
+    scene = Scene(0, {D}, {}, pinned={D: 0})
+
+    def leave() -> None:
+        scene.started.clear()
+        scene.draining[D] = True
+
+    scene.on_look = leave
+    assert await scene.look() == []
+    scene.on_look = lambda: None
+    assert await scene.look() == [D]
+
+
+async def test_a_look_is_told_once_and_then_seldom(autojump_clock: trio.abc.Clock) -> None:
+    scene = Scene(1, set(), {}, wants_look=True)
+    with trio.move_on_after(5):
+        await scene.watcher().run()
+    assert scene.told[0].busy == {0}
+    assert all(after - before > PREFILL_POLL_S_MIN - 0.01 for before, after in pairwise(scene.looks))
+
+
+async def test_a_look_during_which_something_moved_is_not_told(autojump_clock: trio.abc.Clock) -> None:
+    scene = Scene(0, set(), {}, wants_look=True, moving=True)
+    with trio.move_on_after(5):
+        await scene.watcher().run()
+    assert scene.looks and not scene.told

@@ -1,0 +1,197 @@
+"""Hard inject of one engine: its parts put together, and nothing at all where the runtime has no slots.
+
+``slotlane`` knows how the slots may be used, ``slotwork`` does what the scheduler plans with them, ``slotjobs`` makes
+the calls. The engine talks to all of them here, so that a lane without slots has one object that does nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from functools import partial
+from types import MappingProxyType
+
+import trio
+
+from ..adapters.base import Adapter, CapacityReport, ProxyRequest, UsageNumbers
+from ..adapters.slot_calls import PromptWork
+from ..core.messages import Action, CacheSeen, Event, Forget, Proceed, SaveSlot
+from .count import PromptCount
+from .kvplace import open_store
+from .lane_settings import EngineSettings
+from .metrics import Metrics
+from .metrics_inject import InjectMeter
+from .ports import Upstream
+from .readprompt import PromptReader
+from .slot_ports import SlotsFound, SlotStore
+from .slotjobs import Job
+from .slotlane import SlotLane
+from .slotwork import UNPLANNED, Opening, SlotWork
+from .stream import Stream
+from .verify import SlotVerify
+
+NO_JOBS: Mapping[int, Job] = MappingProxyType({})
+
+
+class Inject:
+    """See the module. ``post`` hands an event to the scheduler; ``other_process``, ``progress`` and ``owned`` are the
+    engine's: see ``SlotLane``, ``PromptReader`` and ``SlotWork``."""
+
+    def __init__(self, adapter: Adapter, upstream: Upstream, settings: EngineSettings, metrics: Metrics, *, name: str,
+                 post: Callable[[Event], None], other_process: Callable[[], None],
+                 progress: Callable[[Stream], None], owned: Callable[[], frozenset[int]]) -> None:
+        self._post = post
+        self._adapter = adapter
+        self.lane: SlotLane | None = None
+        self.work: SlotWork | None = None
+        calls, inject = adapter.slots, settings.inject
+        if calls is None or inject is None:
+            return
+        meter = metrics.inject.lane(name)
+        self.lane = SlotLane(
+            adapter, calls, upstream, inject, SlotVerify(adapter, upstream, inject, meter, name), meter,
+            open_store=partial(_open_store, settings, adapter.base_url, meter), post=post,
+            other_process=other_process)
+        reader = PromptReader(upstream, calls, progress=progress, silence_s=settings.times.first_event_s,
+                              idle_s_max=settings.slot_idle_s_max)
+        self.work = SlotWork(calls, upstream, inject, self.lane, reader=reader, post=post, owned=owned,
+                             raise_bugs=settings.raise_bugs)
+
+    async def run(self) -> None:
+        """Task body: for ever."""
+        if self.work is None or self.lane is None:
+            return
+        try:
+            await self.work.jobs.run()
+        finally:
+            self.lane.close()
+
+    @property
+    def active(self) -> bool:
+        """Whether slots are used."""
+        return self.lane is not None and self.lane.rules is not None
+
+    @property
+    def jobs(self) -> Mapping[int, Job]:
+        """What is being done with slots now."""
+        return self.work.jobs.running if self.work is not None else NO_JOBS
+
+    @property
+    def begun(self) -> int:
+        """How many jobs were begun so far."""
+        return self.work.jobs.begun if self.work is not None else 0
+
+    # --- the backend --------------------------------------------------------------------------------------------------
+
+    @property
+    def should_ask_again(self) -> bool:
+        """Whether what could not be found out may be known now."""
+        return self.lane is not None and self.lane.should_ask_again
+
+    async def beat(self, ours: Callable[[], int] | None) -> None:
+        """See :class:`SlotLane`."""
+        if self.lane is not None:
+            await self.lane.beat(ours)
+
+    async def learn(self, report: CapacityReport, *, sleeping: bool, quiet: bool) -> list[Event]:
+        """See :class:`SlotLane`."""
+        return [] if self.lane is None else await self.lane.learn(report, sleeping=sleeping, quiet=quiet)
+
+    def slept(self) -> None:
+        """The runtime has gone to sleep."""
+        if self.active and self.lane is not None:
+            self.lane.slept()
+
+    async def check_process(self) -> None:
+        """A request came: before its prompt is counted, which wakes a sleeping runtime, see whether what we believe of
+        the slots still holds. *Errors*: none."""
+        if self.lane is not None:
+            await self.lane.same_process()
+
+    def slots_seen(self, ours: int, working: int) -> None:
+        """So many slots work, and so many seats are taken."""
+        if self.lane is not None:
+            self.lane.slots_seen(ours, working)
+
+    # --- requests -----------------------------------------------------------------------------------------------------
+
+    def is_pinnable(self, request: ProxyRequest) -> bool:
+        """Whether it may be told its slot."""
+        calls = self._adapter.slots
+        if calls is None or self.lane is None:
+            return False
+        identity = self.lane.verify.found.identity
+        return calls.pinnable(request, router=identity is not None and identity.router)
+
+    def is_exact(self, request: ProxyRequest, count: PromptCount) -> bool:
+        """Whether a promise about its pages can be kept."""
+        return self._adapter.slots is not None and count.exact and self._adapter.slots.reuses(request)
+
+    async def open(self, stream: Stream) -> Opening | None:
+        """See :class:`SlotWork`."""
+        return UNPLANNED if self.work is None else await self.work.open(stream)
+
+    def started(self, stream: Stream) -> None:
+        """Its headers came."""
+        if self.work is not None:
+            self.work.started(stream)
+
+    def over(self, stream: Stream) -> None:
+        """Its leg is over. Synchronous; before anything else is told about it."""
+        if self.work is None or self.lane is None:
+            return
+        self.work.over()
+        if stream.completed:
+            self.lane.heard()
+            self._cache_seen(stream)
+        elif stream.first_token is not None and stream.lease is not None:
+            self.lane.prompt_expected(stream)
+
+    def _cache_seen(self, stream: Stream) -> None:
+        """What the runtime told of its cache, at the end of an answer."""
+        calls, lane = self._adapter.slots, self.lane
+        if calls is None or lane is None or stream.lease is None:
+            return
+        if stream.read is not None:  # what is told now is of both passes, and the first one has told
+            lane.prompt_read(PromptWork(stream.read.cached + stream.read.computed - 1, 1, None))
+            return
+        work = calls.prompt_work(stream.usage_data) or calls.prompt_work(stream.last_data)
+        if work is None:
+            work = _work_of(stream.usage)
+        if work is None:
+            return
+        lane.prompt_read(work)
+        if lane.rules is not None:
+            self._post(CacheSeen(stream.rid, work.cached, work.cached + work.computed, work.seconds))
+            lane.promise_seen(stream, work)
+
+    # --- actions ------------------------------------------------------------------------------------------------------
+
+    def act(self, action: Action) -> bool:
+        """Carry out an action that is about slots; False for any other."""
+        if not isinstance(action, SaveSlot | Forget | Proceed):
+            return False
+        if self.work is not None:
+            if isinstance(action, SaveSlot):
+                self.work.save(action)
+            elif isinstance(action, Forget):
+                self.work.forget(action.name)
+            else:
+                self.work.proceed(action)
+        return True
+
+    async def wait_jobs(self) -> None:
+        """Wait until nothing is being done with any slot."""
+        while jobs := list(self.jobs.values()):
+            await jobs[0].done.wait()
+            await trio.lowlevel.checkpoint()
+
+
+def _work_of(usage: UsageNumbers | None) -> PromptWork | None:
+    if usage is None or usage.cached is None:
+        return None
+    return PromptWork(usage.cached, max(0, usage.prompt - usage.cached), None)
+
+
+def _open_store(settings: EngineSettings, base_url: str, meter: InjectMeter, found: SlotsFound) -> SlotStore:
+    assert settings.inject is not None
+    return open_store(found, settings.inject, base_url, page_tokens=settings.query.page_tokens, meter=meter)

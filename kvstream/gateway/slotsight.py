@@ -1,0 +1,83 @@
+"""What those who watch a runtime's slots see of their engine: who is there, what is being done, what is wanted."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+
+import trio
+
+from ..adapters.base import CapacityReport
+from ..core.messages import Event
+from ..core.scheduler import Scheduler
+from ..core.types import RequestId
+from .draining import DrainingSeats
+from .drift import Drifts
+from .inject import Inject
+from .slotwatch import AtWork
+from .stream import Stream
+
+
+class SlotSight:
+    """It is a ``slotwatch.SlotsEngine`` and a ``health.WatchedSlots``. ``calls`` changes whenever a call goes to the
+    runtime, or is over. ``askable``: looking at slots keeps nobody's leaving from being noticed."""
+
+    def __init__(self, live: Mapping[RequestId, Stream], draining: DrainingSeats, inject: Inject, scheduler: Scheduler,
+                 drifts: Drifts, post: Callable[[Event], None], *, askable: bool) -> None:
+        self._live = live
+        self._draining = draining
+        self._inject = inject
+        self._scheduler = scheduler
+        self._drifts = drifts
+        self._askable = askable
+        self.post = post
+        self.calls = 0
+
+    # --- for those who look at slots ----------------------------------------------------------------------------------
+
+    def slot_view(self) -> AtWork:
+        """See :class:`slotwatch.AtWork`."""
+        return self._draining.view()
+
+    def seat_idle(self, rid: RequestId, *, capped: bool) -> None:
+        """A draining request's slot is idle, or has been given up waiting for (``capped``)."""
+        self._draining.idle(rid, capped=capped)
+
+    def slots_seen(self, working: int) -> None:
+        """So many slots of the runtime work now."""
+        ours = self._seats_used()
+        self._drifts.slots_seen(ours, working)
+        self._inject.slots_seen(ours, working)
+
+    def _seats_used(self) -> int:
+        return self._scheduler.snapshot(trio.current_time()).seats.used
+
+    @property
+    def moves(self) -> int:
+        """See :class:`slotwatch.SlotsEngine`."""
+        return self.calls + self._inject.begun
+
+    @property
+    def wants_look(self) -> bool:
+        """Whether the scheduler wants to know what the slots hold, and nothing is being done with any."""
+        return self._scheduler.wants_look and not self._inject.jobs
+
+    # --- for the watcher of the backend -------------------------------------------------------------------------------
+
+    async def check(self, report: CapacityReport, *, sleeping: bool) -> Sequence[Event]:
+        """See :meth:`SlotLane.learn`."""
+        quiet = not self._draining and not self._inject.jobs and all(s.scope is None for s in self._live.values())
+        return await self._inject.learn(report, sleeping=sleeping, quiet=quiet)
+
+    async def beat(self) -> None:
+        """The watcher's heartbeat, while the backend is up. A cancelled prompt is left in peace."""
+        waiting = any(not seat.flowing for seat in self._draining.view().draining)
+        await self._inject.beat(self._seats_used if self._askable and not waiting else None)
+
+    @property
+    def unsettled(self) -> bool:
+        """Whether something about the slots could not be found out, and is to be asked again now."""
+        return self._inject.should_ask_again
+
+    def slept(self) -> None:
+        """The runtime has gone to sleep."""
+        self._inject.slept()

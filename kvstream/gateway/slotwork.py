@@ -1,0 +1,247 @@
+"""Carries out what the scheduler wants done in the runtime's slots.
+
+Theory of operation. A granted request comes with a ``SlotPlan``. Its steps are done in order before its pump sends it,
+by the request's own task; each slot call is a job that ends even if the request leaves (``slotjobs``), and reports its
+event. A step that fails costs the request its time and nothing else: what it should have brought is computed.
+
+::
+
+    life -> save what the slot holds -> erase -> restore -> read the prompt, ask the scheduler -> send, pinned
+     |                                                            (its answer may be: save first)
+     another process answers: back to its place in the queue, what it relied on is gone
+
+Where requests cannot be pinned (a runtime that empties idle slots when a request starts) starts are serialised: a
+request restores, is sent at once, and the next one waits until its headers came.
+
+``read_first`` is a call of its own that reads the prompt and answers nothing. To the rest of the gateway it is this
+request's prefill: it is watched as such, and when it is broken off the slot is watched until it is idle.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+
+import trio
+from attrs import frozen
+
+from ..adapters.base import Failed
+from ..adapters.slot_calls import PromptWork, SlotCalls
+from ..core.messages import Event, Proceed, PromptRead, Restored, SaveSlot, SlotSaved, SlotStarted
+from ..core.types import RequestId, SaveSpec, SlotPlan
+from ..errors import StoreError
+from .inject_settings import InjectSettings
+from .ports import Upstream
+from .readprompt import PromptReader
+from .slotjobs import Job, SlotJobs
+from .slotlane import SlotLane
+from .stream import Stream
+
+log = logging.getLogger("kvstream.slots")
+
+SAVES_AT_ONCE = 2
+
+
+@frozen
+class Opening:
+    """Where a request is sent after its plan: pinned to ``slot``, None for any. ``read``: what reading its prompt
+    beforehand cost."""
+
+    slot: int | None = None
+    read: PromptWork | None = None
+
+
+UNPLANNED = Opening()
+
+
+class SlotWork:
+    """See the module. ``post`` hands an event to the scheduler; ``owned()`` are the slots that somebody was pinned to
+    and may be at work in."""
+
+    def __init__(self, calls: SlotCalls, upstream: Upstream, settings: InjectSettings, lane: SlotLane, *,
+                 reader: PromptReader, post: Callable[[Event], None], owned: Callable[[], frozenset[int]],
+                 raise_bugs: bool) -> None:
+        self._calls = calls
+        self._settings = settings
+        self._lane = lane
+        self._reader = reader
+        self._post = post
+        self._owned = owned
+        self.jobs = SlotJobs(upstream, calls, call_s_max=settings.call_s_max, raise_bugs=raise_bugs)
+        self._saves = trio.CapacityLimiter(SAVES_AT_ONCE)
+        self._start = trio.Lock()
+        self._answers: dict[RequestId, trio.MemorySendChannel[Proceed]] = {}
+
+    # --- a request's plan ---------------------------------------------------------------------------------------------
+
+    async def open(self, stream: Stream) -> Opening | None:
+        """Carry out the plan of a granted request. None: what it relies on is gone, let it be planned again.
+
+        *Errors*: ``KVStreamError`` of a runtime that broke off reading the prompt. *Cancellation*: safe; a job that
+        was begun goes on, and is in ``jobs.running`` under the slot of ``stream.lease``.
+        *Resource handling*: the start lock, if there is one, is given back by :meth:`started` or :meth:`over`.
+        """
+        lease, rules = stream.lease, self._lane.rules
+        plan = lease.plan if lease is not None else None
+        if rules is None:
+            return UNPLANNED
+        if not rules.pinned:
+            await self._start.acquire()  # this task is its owner until the headers come, or its leg is over
+        if plan is None:
+            return UNPLANNED
+        if (plan.tokens_cached or plan.restore) and not await self._lane.same_process():
+            return None
+        if plan.slot is None:
+            return await self._open_unpinned(stream, plan)
+        slot = stream.slot = plan.slot
+        await self.jobs.wait(slot)  # it may still be being emptied for somebody else
+        if plan.save is not None:
+            spec = plan.save
+            await self.jobs.do(slot, lambda job: self._save(job, spec, stream.rid))
+        for other in plan.erase:
+            if other not in self._owned() and other not in self.jobs.running:  # else it was given away meanwhile
+                await self.jobs.do(other, self._erase)
+        if plan.restore is not None:
+            name = plan.restore
+            stream.restored = bool(await self.jobs.do(slot, lambda job: self._restore(job, name, stream.rid)))
+        if plan.read_first:
+            stream.read = await self._read_first(stream, slot)
+        return Opening(stream.slot, stream.read)
+
+    async def _open_unpinned(self, stream: Stream, plan: SlotPlan) -> Opening:
+        """The runtime will choose the slot: what is restored goes into one that is idle now, and what is erased is."""
+        look = await self._lane.look() if plan.erase or plan.restore is not None else None
+        idle = [] if look is None else [
+            slot for slot in range(len(look.tokens)) if slot not in look.busy and slot not in self.jobs.running]
+        for other in plan.erase:
+            if other in idle:
+                await self.jobs.do(other, self._erase)
+        if plan.restore is not None and look is not None and idle:
+            name, slot = plan.restore, min(idle, key=lambda slot: look.tokens[slot] or 0)
+            stream.restored = bool(await self.jobs.do(slot, lambda job: self._restore(job, name, stream.rid)))
+        if plan.read_first:
+            stream.read = await self._read_first(stream, None)
+        return Opening(None, stream.read)
+
+    async def _read_first(self, stream: Stream, slot: int | None) -> PromptWork | None:
+        ids = stream.prompt.ids if stream.prompt is not None else None
+        if not ids:
+            return None
+        work = await self._reader.read(stream, ids, stream.slot)
+        if work is None:
+            return None
+        self._lane.heard()
+        self._lane.prompt_read(work)
+        self._lane.promise_seen(stream, work)
+        at = work.slot if slot is None else slot
+        send, receive = trio.open_memory_channel[Proceed](1)
+        self._answers[stream.rid] = send
+        try:
+            self._post(PromptRead(stream.rid, work.cached, work.computed, work.seconds or 0.0))
+            with trio.move_on_after(self._settings.call_s_max):
+                spec = (await receive.receive()).save
+                if spec is not None and at is not None:
+                    await self.jobs.do(at, lambda job: self._save(job, spec, stream.rid))
+                elif spec is not None:
+                    self._post(SlotSaved(-1, spec.name, False, rid=stream.rid))
+        finally:
+            del self._answers[stream.rid]
+        return work
+
+    def proceed(self, action: Proceed) -> None:
+        """The scheduler's answer to ``PromptRead``."""
+        waiting = self._answers.get(action.rid)
+        if waiting is not None:
+            waiting.send_nowait(action)
+
+    def started(self, stream: Stream) -> None:
+        """Its headers came. Called in the task that called :meth:`open`."""
+        self._release()
+        self._lane.heard()
+        self._post(SlotStarted(stream.rid))
+
+    def over(self) -> None:
+        """The leg that was opened is over, whatever it was. Called in the same task; synchronous."""
+        self._release()
+
+    def _release(self) -> None:
+        if self._start.statistics().owner is trio.lowlevel.current_task():
+            self._start.release()
+
+    # --- what is done with a slot, in a job ---------------------------------------------------------------------------
+
+    async def _save(self, job: Job, spec: SaveSpec, rid: RequestId | None) -> None:
+        began, store = trio.current_time(), self._lane.store
+        event = SlotSaved(job.slot, spec.name, False, rid=rid)
+        try:
+            if store is None:
+                return
+            file = store.temporary(spec.name, self._lane.bytes_of(spec.tokens))
+            done = await self.jobs.call(job, self._calls.save(job.slot, file))
+            if isinstance(done, Failed):
+                self._save_failed(spec, job, done)
+                return
+            self._lane.heard()
+            kept = await store.keep(spec, done)
+            seconds = trio.current_time() - began if done.seconds is None else done.seconds
+            event = SlotSaved(job.slot, spec.name, True, kept.tokens, kept.bytes, seconds, kept.keys, rid)
+        except StoreError as error:
+            log.debug("slot %d is not saved: %s", job.slot, error.message)
+        finally:
+            if store is not None:
+                store.abandon(spec.name)  # nothing, once it is kept
+            self._lane.saved(spec, event)
+            self._post(event)
+
+    def _save_failed(self, spec: SaveSpec, job: Job, failed: Failed) -> None:
+        log.info("slot %d was not saved: %s", job.slot, failed.message)
+        if self._lane.store is not None and not job.lost:
+            self._lane.store.failed(spec.name, failed.message)
+
+    async def _erase(self, job: Job) -> None:
+        done = await self.jobs.call(job, self._calls.erase(job.slot))
+        if isinstance(done, Failed):
+            log.info("slot %d was not erased: %s", job.slot, done.message)
+
+    async def _restore(self, job: Job, name: str, rid: RequestId) -> bool:
+        began, store = trio.current_time(), self._lane.store
+        event, drop = Restored(rid, name, False), True
+        try:
+            if store is None:
+                return False
+            file = await store.offer(name)
+            done = await self.jobs.call(job, self._calls.restore(job.slot, file))
+            if isinstance(done, Failed):
+                drop = bool(done.status) or job.lost  # else nobody was there to read it
+                log.warning("the saved KV %s could not be restored%s: %s", name,
+                            " and is dropped" if drop else "", done.message)
+                return False
+            self._lane.heard()
+            seconds = trio.current_time() - began if done.seconds is None else done.seconds
+            event = Restored(rid, name, store.restored(name, done), done.bytes, seconds)
+        except StoreError as error:
+            log.info("slot %d is not restored: %s", job.slot, error.message)
+        finally:
+            if store is not None and not event.ok and drop:
+                store.forget(name)
+            self._lane.restored(event)
+            self._post(event)
+        return event.ok
+
+    # --- without a request --------------------------------------------------------------------------------------------
+
+    def save(self, action: SaveSlot) -> None:
+        """Save a slot in the background, a few at a time."""
+        async def work(job: Job) -> None:
+            async with self._saves:
+                await self._save(job, action.spec, action.rid)
+
+        if action.slot in self.jobs.running:
+            self._post(SlotSaved(action.slot, action.spec.name, False, rid=action.rid))
+        else:
+            self.jobs.start(action.slot, work)
+
+    def forget(self, name: str) -> None:
+        """Delete a file. Synchronous, since what follows in the same step counts on its room."""
+        if self._lane.store is not None:
+            self._lane.store.forget(name)
