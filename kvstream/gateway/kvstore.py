@@ -119,8 +119,9 @@ class KvStore:
             except OSError as error:
                 self._kept.clear()
                 self._others.clear()
-                self._switch.failed(error, f"the directory of saved KV {self._shelf.folder} cannot be used",
-                                    trio.current_time())
+                self._switch.turn_off(
+                    "read_only", f"the directory of saved KV {self._shelf.folder} cannot be used:"
+                    f" {error.strerror or error}; check inject.dir", trio.current_time())
                 return []
             self._dropped += stock.dropped
             if stock.read_only is not None:
@@ -210,6 +211,7 @@ class KvStore:
         kept = False
         try:
             check_promise(spec, done)
+            await self._write_uses()
             prefix = await self._keep(spec, done, pending.file)
             kept = True
         finally:
@@ -224,30 +226,30 @@ class KvStore:
                 f" {self._settings.slow_save_s:g}; a faster disk for --slot-save-path would help", now)
         else:
             self._switch.worked()
-        await self._write_uses()
         return prefix
 
     async def _keep(self, spec: SaveSpec, done: SlotDone, file: str) -> SavedPrefix:
         where = self._shelf.folder
         draft = Draft(spec.name, file, done.bytes, done.tokens, spec.keys)
+        try:
+            written = await self._shelf.examine(draft, self._in_thread)
+        except OSError as error:
+            what = f"a saved file cannot be read in {where}"
+            raise self._switch.failed(error, what, trio.current_time()) from error
+        self._pending[spec.name] = _Pending(file, written.state.size)
+        self._make_room(0)
+        now = self._wall()
+        manifest = Manifest(
+            spec.name, written.file, self._identity.digest, bounded_facts(self._identity.facts), written.keys,
+            done.tokens, written.state.size, written.checksum, now, now, why=spec.why)
         async with self._changing:
-            try:
-                written = await self._shelf.examine(draft, self._in_thread)
-            except OSError as error:
-                what = f"a saved file cannot be read in {where}"
-                raise self._switch.failed(error, what, trio.current_time()) from error
-            self._pending[spec.name] = _Pending(file, written.state.size)
-            self._make_room(0)
-            now = self._wall()
-            manifest = Manifest(
-                spec.name, written.file, self._identity.digest, bounded_facts(self._identity.facts), written.keys,
-                done.tokens, written.state.size, written.checksum, now, now, why=spec.why)
             old = self._kept.get(spec.name)
             stale = old.manifest.file if old is not None else ""
             try:
                 await self._in_thread(lambda: self._shelf.commit(draft, manifest, stale))
             except OSError as error:
-                raise self._switch.failed(error, f"a file cannot be kept in {where}", trio.current_time()) from error
+                what = f"a file cannot be kept in {where}"
+                raise self._switch.failed(error, what, trio.current_time()) from error
             self._kept[spec.name] = _Kept(manifest, written.state)
         self._saved += 1
         self._tell("replaced" if stale else None)

@@ -59,7 +59,7 @@ class Manifest:
     def dump(self) -> bytes:
         body = {
             "kvstream": VERSION, "name": self.name, "file": self.file,
-            "identity": self.identity, "facts": dict(self.facts),
+            "identity": self.identity, "identity_facts": dict(self.facts),
             "page_tokens": self.page_bytes // 4, "pages": len(self.keys),
             "first": self.keys[0].digest.hex(), "last": self.keys[-1].digest.hex(),
             "ids": base64.b64encode(b"".join(key.content for key in self.keys)).decode("ascii"),
@@ -103,8 +103,9 @@ class Manifest:
             raise ValueError("a time is wrong")
         return cls(
             str(body["name"]), str(body["file"]), str(body["identity"]),
-            {str(name): str(value) for name, value in body["facts"].items()}, keys, body["tokens"], body["bytes"],
-            str(body["checksum"]), float(body["created"]), float(body["used"]), body["hits"], str(body["why"]))
+            {str(name): str(value) for name, value in body["identity_facts"].items()}, keys, body["tokens"],
+            body["bytes"], str(body["checksum"]), float(body["created"]), float(body["used"]), body["hits"],
+            str(body["why"]))
 
     def touched(self, used: float, hits: int) -> Manifest:
         return evolve(self, used=used, hits=hits)
