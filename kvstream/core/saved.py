@@ -257,10 +257,12 @@ class SavedStore:
         return gone
 
     def expire(self, now: float) -> tuple[str, ...]:
-        """Files that nobody used for the time to live: to be forgotten."""
-        if (self.next_expiry() or inf) > now:
-            return ()
-        return self._give_up([e.name for e in self._idle() if e.used_at + self._ttl_s <= now])
+        """To be forgotten: files that nobody used for the time to live, and what is over a bound and was in use when
+        it came to be so."""
+        due = self.next_expiry()
+        if due is None or due > now:
+            return self._fit()
+        return (*self._give_up([e.name for e in self._idle() if e.used_at + self._ttl_s <= now]), *self._fit())
 
     def next_expiry(self) -> float | None:
         """When the next file expires; None: never."""
@@ -323,8 +325,10 @@ class SavedStore:
 
     def _fit(self, keep: str = "") -> tuple[str, ...]:
         """Give up files until both bounds hold again; the one to keep last of all."""
-        gone = []
+        gone: list[str] = []
         bytes_over, pages_over = self._bytes - self.bytes_max, self.host.held - self.host.total
+        if bytes_over <= 0 and pages_over <= 0:
+            return ()
         for entry in sorted(self._idle(), key=lambda entry: entry.name == keep):
             if bytes_over <= 0 and pages_over <= 0:
                 break

@@ -206,6 +206,7 @@ class StoreMachine(RuleBasedStateMachine):
 
     @invariant()
     def what_is_offered_is_there(self) -> None:
+        self.forget(self.store.expire(self.now))  # as in every step of the scheduler
         self.store.check()
         self.host.check()
         for entry in self.store.entries():
