@@ -39,11 +39,12 @@ def keys_of(prompt: str | int, tokens: int, page_tokens: int = PAGE) -> tuple[Pa
 
 def submit(rid: int, tokens: int, most: int | None = 16, *, prompt: str | int | None = None, priority: str = "normal",
            client: str = "", deadline: float = 1e9, size: int = 0, weight: float = 1.0, group: str = "",
-           seats: int = 1, pinnable: bool = False, exact: bool = False) -> m.Submitted:
+           seats: int = 1, pinnable: bool = False, exact: bool = False,
+           preemptible: bool = False) -> m.Submitted:
     return m.Submitted(
         RequestId(rid), keys_of(rid if prompt is None else prompt, tokens), tokens, most, deadline,
         Priority[priority.upper()], client, size, CountSource.EXACT, weight=weight, group=group, seats=seats,
-        pinnable=pinnable, exact=exact,
+        pinnable=pinnable, exact=exact, preemptible=preemptible,
     )
 
 
@@ -123,8 +124,9 @@ class Play:
 def tell(action: m.Action) -> str:
     """An action in one line."""
     match action:
-        case m.Admit(rid, table, cached, reserved, plan):
+        case m.Admit(rid, table, cached, reserved, plan, resumes):
             said = f"admit {rid} cached={cached} pages={table.pages_held} reserved={reserved}"
+            said += " resumes" * resumes
             return said if plan is None else f"{said} {tell_plan(plan)}"
         case m.Proceed(rid, spec):
             return f"proceed {rid} " + (f"save={spec.why}:{len(spec.keys)}" if spec is not None else "nothing-saved")
@@ -137,6 +139,12 @@ def tell(action: m.Action) -> str:
             return f"refuse {rid} {why.value}{later} tokens={tokens} limit={limit}"
         case m.Truncate(rid):
             return f"truncate {rid}"
+        case m.Preempt(rid, swap):
+            return f"preempt {rid} {'swap' if swap else 'recompute'}"
+        case m.SaveSlot(slot, spec, rid):
+            return f"save {rid} slot={slot} tokens={spec.tokens} why={spec.why}"
+        case m.Forget(name):
+            return f"forget {name}"
     raise AssertionError(f"unknown action {action}")
 
 

@@ -129,7 +129,8 @@ class Admission:
     def _admit(self, admitted: list[m.Action], ledger: Ledger, waiting: Waiting, run: list[PrefixNode], now: float,
                passed: RequestId | None = None) -> None:
         # Backfill is no turn of its client: it uses what nobody else can, and must not set the client's own head back.
-        self._queue.remove(waiting.rid, granted=now if passed is None else None)
+        # Nor is going on after giving way: it had its turn.
+        self._queue.remove(waiting.rid, granted=now if passed is None and not waiting.resumes else None)
         plan, cached = None, None
         if self.inject.is_on:
             plan, cached, gone = self.inject.grant(waiting, ledger, now)
@@ -139,9 +140,11 @@ class Admission:
         if plan is not None:
             self.inject.started(started, plan)
         self.started(started, ledger, now)
-        self._tally.admitted += 1
+        self._tally.admitted += not waiting.resumes
+        self._tally.resumed += waiting.resumes
         self._tally.backfilled += passed is not None
-        admitted.append(m.Admit(waiting.rid, started.table, started.tokens_cached, started.promised, plan))
+        admitted.append(
+            m.Admit(waiting.rid, started.table, started.tokens_cached, started.promised, plan, waiting.resumes))
 
     def _backfill(self, ledger: Ledger, head: Waiting, now: float, admitted: list[m.Action]) -> None:
         """Let requests behind a head that lacks pages pass, as far as its start is not delayed.

@@ -103,6 +103,10 @@ class Inject:
 
     def _choose(self, waiting: Waiting, ledger: Ledger, now: float) -> Choice:
         want, slots = self._want(waiting, ledger), self.slots
+        left = self._left_in(waiting)
+        if left is not None:
+            kept = (waiting.tokens - 1) // want.page_tokens
+            return Choice(left, kept, 0.0, promised=kept * want.page_tokens)
         if slots is not None and waiting.pinnable and waiting.seats == 1:
             choice = choose(want, slots.free(), self.costs, self.covered, self.save_min)
             if choice.slot is not None:
@@ -116,8 +120,19 @@ class Inject:
         size = ledger.limits.page_tokens
         pages = max(0, min(len(waiting.keys), (waiting.tokens - 1) // size)) if self._settings.prefix_enabled else 0
         keys = waiting.keys[:pages]
+        own = self.store.owned(waiting.rid) if self.store is not None and waiting.resumes else None
+        if own is not None:
+            return Want(keys, waiting.tokens, size, True, (own, min(own.tokens, waiting.tokens - 1) // size))
         found = self.store.match(keys) if self.store is not None and waiting.exact and pages else None
         return Want(keys, waiting.tokens, size, waiting.exact, found)
+
+    def _left_in(self, waiting: Waiting) -> Slot | None:
+        """The slot that a request which gave way was stopped in, if that still holds all of it."""
+        if self.slots is None or waiting.left is None or waiting.left[0] >= len(self.slots.slots):
+            return None
+        slot, turn = self.slots.slots[waiting.left[0]], waiting.left[1]
+        whole = slot.turns == turn and slot.tokens == waiting.tokens - 1 and not slot.doubtful
+        return slot if whole and slot.is_free and not self.slots.is_adrift else None
 
     @property
     def save_min(self) -> int:
@@ -175,7 +190,8 @@ class Inject:
 
     def _reads_first(self, waiting: Waiting, choice: Choice, size: int) -> bool:
         uncached = waiting.tokens - choice.pages * size
-        if not (waiting.exact and waiting.pinnable and waiting.seats == 1 and waiting.keys and self.can_save):
+        if waiting.resumes or not (
+                waiting.exact and waiting.pinnable and waiting.seats == 1 and waiting.keys and self.can_save):
             return False
         if not 0 < self._settings.leader_tokens <= uncached or not self._settings.prefix_enabled or (
                 self.slots is not None and choice.slot is None):

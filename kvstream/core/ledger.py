@@ -172,6 +172,7 @@ class Ledger:
         self.tokens_cached += tokens_cached
         return Running(
             rid=waiting.rid,
+            asked=waiting,
             keys=waiting.keys,
             tokens=waiting.tokens,
             tokens_max=waiting.tokens_max,

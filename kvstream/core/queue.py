@@ -21,7 +21,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Iterator
 from heapq import heapify, heappop, heappush, heapreplace
-from math import ceil
+from math import ceil, inf
 from typing import Final
 
 from .flows import WEIGHT_MAX, WEIGHT_MIN, Flow, Section, Share, Standing, standing
@@ -78,6 +78,7 @@ class WaitingQueue:
         """Take a request out; ``granted`` is the time when it leaves for a seat, its client's turn."""
         waiting = self._by_rid.pop(rid)
         self.bytes -= waiting.bytes
+        self.release(("preempted", rid), for_good=True)  # who gave way to it may have its turn again
         share = self._shares[waiting.priority, waiting.client]
         if granted is not None:
             share.grant(granted, min(self._weights[share.level]))
@@ -232,7 +233,7 @@ class WaitingQueue:
         while self._deadlines:
             deadline, _, waiting = self._deadlines[0]
             if self._by_rid.get(waiting.rid) is waiting:
-                return deadline
+                return deadline if deadline < inf else None
             heappop(self._deadlines)
         return None
 

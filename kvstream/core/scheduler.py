@@ -27,6 +27,7 @@ from . import messages as m
 from .admission import Admission
 from .ledger import Ledger
 from .policy import handicap_s, predicted_work
+from .preempt import Preemption
 from .queue import WaitingQueue
 from .rate import ServiceRate
 from .saving import background, next_save
@@ -59,6 +60,7 @@ class Scheduler:
         self._tally = Tally()
         self._admission = Admission(settings, self._queue, self._running, self._tally)
         self._slot_events = SlotEvents(settings, self._admission.inject, self._queue, self._running)
+        self._preemption = Preemption(settings, self._queue, self._running, self._tally, self._admission, self._free)
         self._shedder = Shedder(
             probe_every=settings.shed_probe_every, window_s=max(settings.service_window_s, settings.wait_s_max))
 
@@ -82,6 +84,7 @@ class Scheduler:
             self._admission.inject.tell(self._ledger)
             if self._up:
                 self._actions += self._admission.run(self._ledger, now)
+                self._actions += self._preemption.settle(self._actions, self._ledger, now)
                 self._actions += background(self._admission.inject, self._queue, self._ledger, now, self._closing)
                 self._admission.inject.tell(self._ledger)
         self._shedder.settle(self._is_busy(now))
@@ -119,6 +122,7 @@ class Scheduler:
         assert not any(rid in self._queue for rid in self._running), "waiting and running"
         self._admission.check()
         self._admission.inject.check(self._ledger)
+        self._preemption.check()
         if self._ledger is None:
             assert not self._running
         else:
@@ -166,8 +170,13 @@ class Scheduler:
                 self._ended_event(event, now)
             case m.SeatIdle(rid, capped):
                 run = self._running.get(rid)
-                if run is not None and run.draining:
-                    self._close(run, now, idle=not capped)
+                if run is not None and run.draining and self._ledger is not None:
+                    if self._preemption.holds(run):
+                        self._actions += self._preemption.idle(run, self._ledger, now, capped=capped)
+                    else:
+                        self._close(run, now, idle=not capped)
+            case m.Bound(rid):
+                self._preemption.bound(rid)
             case m.Recounted():
                 self._recounted(event)
             case m.BackendUp():
@@ -190,6 +199,8 @@ class Scheduler:
 
     def _slot_event(self, event: m.Event, now: float) -> None:
         self._actions += self._slot_events.apply(event, self._ledger, now)
+        if isinstance(event, m.SlotSaved | m.Restored) and event.rid is not None and self._ledger is not None:
+            self._actions += self._preemption.slot_event(event, event.rid, self._ledger, now)
         if isinstance(event, m.PromptRead):
             run = self._running.get(event.rid)
             if run is not None and not run.draining:
@@ -217,8 +228,8 @@ class Scheduler:
 
     def _recounted(self, event: m.Recounted) -> None:
         waiting = self._queue.get(event.rid)
-        if waiting is None:
-            return
+        if waiting is None or waiting.resumes:
+            return  # or it is counted with its answer, which the runtime itself made
         waiting.keys, waiting.tokens, waiting.count_source = event.keys, event.tokens, event.count_source
         if not self._turned_away_too_long(waiting):
             self._queue.reorder(waiting, self._handicap_s(waiting))
@@ -241,25 +252,40 @@ class Scheduler:
     def _ended_event(self, event: m.Ended, now: float) -> None:
         if event.rid in self._queue:
             self._queue.remove(event.rid)
+            self._actions += self._preemption.over(event.rid)
             return
         run = self._running.get(event.rid)
         if run is None:
             return
+        if self._preemption.holds(run):
+            self._preemption.left(run)
+            return
         if not run.draining:  # the first report says why; a second one only says that the runtime is done
             run.produced = max(run.produced, event.tokens or 0)
             run.computed = event.reason is EndReason.FINISHED or run.produced > 0
+        gave_way = event.reason is EndReason.PREEMPTED and not run.draining
+        if gave_way:
+            self._preemption.stopped(run)
         if event.draining:
             if not run.draining:
                 run.draining = True
                 self._admission.gates.over(run, now)
+        elif gave_way:
+            assert self._ledger is not None
+            self._actions += self._preemption.park(run, self._ledger, now)
         else:
             self._close(run, now)
 
-    def _close(self, run: Running, now: float, *, idle: bool = True) -> None:
+    def _free(self, run: Running, now: float, idle: bool) -> None:
+        """Take back everything that a running request holds; ``idle`` if the runtime was seen to be done with it."""
         assert self._ledger is not None  # nothing runs before capacity is known
         self._ledger.close(run, now, register=run.computed and self._admission.inject.keeps(run.rid))
         del self._running[run.rid]
         self._admission.closed(run, self._ledger, now, served=run.computed, idle=idle)
+
+    def _close(self, run: Running, now: float, *, idle: bool = True) -> None:
+        self._free(run, now, idle)
+        self._actions += self._preemption.over(run.rid)
         self._tally.ended += 1
         self._rate.note_end(now)
         self._shedder.note_end()
@@ -297,10 +323,12 @@ class Scheduler:
 
     def _turn_all_away(self, why: RefuseReason) -> None:
         for waiting in self._queue:
-            self._turn_away(waiting, why)
+            if why is not RefuseReason.CLOSING or not waiting.resumes:  # what has begun is finished
+                self._turn_away(waiting, why)
 
     def _turn_away(self, waiting: Waiting, why: RefuseReason, retry_after_s: float | None = None) -> None:
         self._queue.remove(waiting.rid)
+        self._actions += self._preemption.over(waiting.rid)
         self._admission.changes += 1
         self._refuse(waiting, why, retry_after_s)
 

@@ -30,6 +30,9 @@ class SchedulerSettings:
       more.
     * ``read_first_s``: a cold prompt that takes longer than this to compute is read before its answer is begun, so that
       it can be handed on. ``save_tokens_min``: fewer tokens are not worth a file; ``saved_bytes_max`` bounds all files.
+    * ``preemption``: how a request of a lower class gives way to one that finds no place: its KV is saved, or computed
+      again, or it does not. At most ``preemptions_max`` times; ``answer_s_max`` after its first admission it ends, also
+      while it waits (0: no bound).
     """
 
     order: Literal["fcfs", "sjf"] = field(default="fcfs", validator=in_(("fcfs", "sjf")))
@@ -63,3 +66,7 @@ class SchedulerSettings:
     read_first_s: float = field(default=0.5, validator=ge(0))
     save_tokens_min: int = field(default=256, validator=ge(1))
     saved_bytes_max: int = field(default=8 * 2**30, validator=ge(0))
+    preemption: Literal["swap", "recompute", "off"] = field(
+        default="swap", validator=in_(("swap", "recompute", "off")))
+    preemptions_max: int = field(default=3, validator=ge(0))
+    answer_s_max: float = field(default=0.0, validator=ge(0))

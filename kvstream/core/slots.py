@@ -49,7 +49,8 @@ def common_pages(one: Sequence[PageKey], other: Sequence[PageKey]) -> int:
 class Slot:
     """``keys`` name the full pages that it holds from its start, of ``tokens`` tokens in all; ``exact`` if they are of
     the runtime's own token ids. ``owner`` runs in it, or ``saving`` is the file that it is being saved to. ``idle``: it
-    was seen idle since somebody last ran in it. ``hits`` counts how often what it holds was used again."""
+    was seen idle since somebody last ran in it. ``hits`` counts how often what it holds was used again, ``turns``
+    how often it was given away."""
 
     index: int
     owner: RequestId | None = None
@@ -61,6 +62,7 @@ class Slot:
     tokens: int = 0
     used_at: float = -inf
     hits: int = 0
+    turns: int = 0
     tried: bool = False  # to save it, which was not worth it or failed
 
     @property
@@ -139,7 +141,7 @@ class SlotMap:
     def take(self, rid: RequestId, slot: Slot, now: float) -> None:
         """``rid`` owns it from now on."""
         assert slot.is_free and not self.is_adrift
-        slot.owner, slot.idle, slot.used_at = rid, False, now
+        slot.owner, slot.idle, slot.used_at, slot.turns = rid, False, now, slot.turns + 1
         self._owned[rid] = slot
         self._starting.add(rid)
 

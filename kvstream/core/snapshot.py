@@ -93,6 +93,8 @@ class Counters:
     truncated: int
     backfilled: int
     held: Mapping[Why, int]
+    preempted: int = 0
+    resumed: int = 0
 
     @classmethod
     def of(cls, tally: Tally, ledger: Ledger | None) -> Counters:
@@ -105,6 +107,8 @@ class Counters:
             truncated=tally.truncated,
             backfilled=tally.backfilled,
             held=dict(tally.held),
+            preempted=tally.preempted,
+            resumed=tally.resumed,
         )
 
 

@@ -20,7 +20,9 @@ OPEN: Final[Gate] = (None, 0)
 class Waiting:
     """A request in the queue. ``arrived`` and ``deadline`` are absolute seconds, ``seq`` the order of submission,
     ``handicap_s`` see ``policy``, ``pages`` what it needs if nothing of it is cached (0 until capacity is known),
-    ``gate`` what it was last found to wait for. ``alone``: it waited for a leader in vain, and does not again."""
+    ``gate`` what it was last found to wait for. ``alone``: it waited for a leader in vain, and does not again.
+    ``preemptible``: it can be stopped and continued. ``resumes``: it was, so ``tokens`` are those of prompt and answer
+    so far, ``tokens_max`` what is left, and ``left`` is the slot that has it all if it is still in that turn."""
 
     rid: RequestId
     keys: tuple[PageKey, ...]
@@ -42,6 +44,9 @@ class Waiting:
     pinnable: bool = False
     exact: bool = False
     alone: bool = False
+    preemptible: bool = False
+    resumes: bool = False
+    left: tuple[int, int] | None = None
 
     @classmethod
     def of(cls, event: Submitted, arrived: float, deadline: float, seq: int) -> Waiting:
@@ -62,6 +67,7 @@ class Waiting:
             group=event.group,
             pinnable=event.pinnable,
             exact=event.exact,
+            preemptible=event.preemptible,
         )
 
 
@@ -72,9 +78,10 @@ class Running:
     of the runtime's cache it began in, ``passed`` the blocked head it was let past. ``filling``: its prompt is still
     being read, as far as we know; ``over_at`` is when its client was done with it, ``first_at`` when its first token
     came. ``plan`` is what it does in the slots: ``reading`` its prompt first, ``serving`` once a slot is known to have
-    it."""
+    it. ``asked`` is what it was when it waited."""
 
     rid: RequestId
+    asked: Waiting
     keys: tuple[PageKey, ...]
     tokens: int
     tokens_max: int | None
@@ -116,5 +123,7 @@ class Tally:
     backfilled: int = 0
     ended: int = 0
     truncated: int = 0
+    preempted: int = 0
+    resumed: int = 0
     refused: dict[RefuseReason, int] = field(factory=dict)
     held: dict[Why, int] = field(factory=dict)
