@@ -292,7 +292,7 @@ class Engine:
             exchange = lost and bool(c.slot_prompt_similarity)
         else:
             idle = [slot for slot in self.slots if not slot.busy]
-            best, exchange = min(idle, key=lambda s: (s.used_at, -s.id), default=None), True
+            best, exchange = min(idle, key=lambda s: s.used_at, default=None), True
         if best is not None and exchange and c.cache_ram:
             self._exchange(best, job.prompt)
         return best
