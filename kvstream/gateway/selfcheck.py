@@ -20,10 +20,9 @@ for ``verify`` to see.
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Final
-from urllib.parse import urlsplit
 
 import trio
 from attrs import define, field, frozen
@@ -33,9 +32,9 @@ from ..adapters.slot_calls import Identity, PromptWork, SlotCalls, SlotDone, Slo
 from ..core.types import PoolMode, SlotRules
 from ..errors import BackendUnavailableError, KVStreamError
 from .inject_settings import InjectSettings
-from .machine import llama_flags
 from .ports import Upstream
-from .slot_ports import SlotMode, SlotsFound
+from .slot_ports import SlotsFound
+from .slotplace import SlotPlace, find_place
 
 PROMPT_TOKENS: Final = 16
 SHORT_TOKENS: Final = 4
@@ -45,11 +44,13 @@ KEPT_SHARE: Final = 0.9  # of the tokens that a restore must bring back
 CHECK_S_MOST: Final = 60.0
 PROBE_S_MAX: Final = 3.0
 CHECK_NAME: Final = "kvstreamcheck"
-LOOPBACK: Final = frozenset(("127.0.0.1", "localhost", "::1"))
 
 SAVE_PATH_FLAG: Final = "--slot-save-path DIR"
 NO_RAM_FLAG: Final = "--cache-ram 0"
 NO_MEDIA_FLAG: Final = "no --mmproj"
+WORKS: Final = "saving and restoring works, requests are pinned to slots"
+EMPTIES: Final = ("saving and restoring works, but it empties idle slots whenever a request starts, so requests are "
+                  "not pinned and slots keep nothing")
 NO_PATH: Final = "it has no --slot-save-path, so KV state cannot be saved and restored"
 
 
@@ -80,16 +81,23 @@ async def check_slots(adapter: Adapter, upstream: Upstream, settings: InjectSett
         return SlotsFound("soft", None, "it sleeps; its slots are empty, and looking at them would wake it",
                           settled=False)
     within_s = max(settings.check_s_max, min(CHECK_S_MOST, settings.check_s_max * 4**tries))
-    check = _Check(adapter, calls, upstream, settings, report, stop, rng or random.Random())
+    rng, place = rng or random.Random(), await find_place(adapter.base_url, settings)
+    # One name for all times where nobody can delete it, else one that no other KVStream uses at this moment.
+    name = f"{CHECK_NAME}{rng.randrange(16**8):08x}.kv" if place.folder else f"{CHECK_NAME}.kv"
+    check = _Check(adapter, calls, upstream, settings, report, place, name, stop, rng)
     try:
         with trio.fail_after(within_s):
-            return await check.run()
+            await check.run()
+        return await check.found()
     except _Stop as stop:
         return check.soft(stop.why, stop.missing, settled=stop.settled)
     except trio.TooSlowError:
         return check.soft(f"the self-check was not done within {within_s:g} s", settled=False)
     except KVStreamError as error:
         return check.soft(f"the self-check failed: {error.message}", settled=False)
+    finally:
+        if check.file_bytes:
+            await place.remove(name)
 
 
 @define
@@ -101,36 +109,39 @@ class _Check:
     upstream: Upstream
     settings: InjectSettings
     report: CapacityReport
+    place: SlotPlace
+    name: str  # of its file
     stop: Callable[[], bool]
     rng: random.Random
+    slots: int = 0
     cached: int = 0
     computed: int = 0
+    token_bytes: float = 0.0
+    fixed_bytes: int = 0
+    file_bytes: int = 0
     ram_cache: bool | None = None
+    emptied: bool = False
     notes: list[str] = field(factory=list)
-    missing: list[str] = field(factory=list)
 
-    async def run(self) -> SlotsFound:
-        name = f"{CHECK_NAME}{self.rng.randrange(16**8):08x}.kv" if self._seen_dir() else f"{CHECK_NAME}.kv"
+    async def run(self) -> None:
+        """The steps in the runtime."""
         slots = await self._look()
         slot, other = _two_idle(slots)
-        touched = [slot]
+        touched, self.slots = [slot], len(slots)
         long, short = self._prompt(PROMPT_TOKENS), self._prompt(SHORT_TOKENS)
         long = [*short, *long[SHORT_TOKENS:]]
         try:
-            await self._can_save(slot, name)
-            full = await self._restore_works(slot, long, name)
-            hint = await self._where(name, full.bytes)
-            token_bytes, fixed_bytes = await self._sizes(slot, short, full, name)
+            await self._can_save(slot)
+            full = await self._restore_works(slot, long)
+            await self._sizes(slot, short, full)
             self.ram_cache = await self._has_ram_cache(slot, short)
-            emptied = False
             if self.report.limits.mode is PoolMode.UNIFIED and len(slots) > 1:
                 touched += [] if other is None else [other]
-                emptied = self.ram_cache if other is None else await self._empties_idle(slot, other)
-            return await self._found(len(slots), emptied, token_bytes, fixed_bytes, hint)
+                self.emptied = self.ram_cache if other is None else await self._empties_idle(slot, other)
         finally:
             with trio.move_on_after(1) as cleaning:
                 cleaning.shield = True
-                await self._clean(touched, name)
+                await self._clean(touched)
 
     def soft(self, why: str, missing: Sequence[str] = (), *, settled: bool = True) -> SlotsFound:
         return SlotsFound("soft", None, why, missing=(*missing,), notes=tuple(self.notes), settled=settled,
@@ -147,11 +158,11 @@ class _Check:
                         settled=reply.status in (501, 404, 200))
         return slots
 
-    async def _can_save(self, slot: int, name: str) -> None:
+    async def _can_save(self, slot: int) -> None:
         """Before anything is computed; not asked again where the capacity probe has asked."""
         if self.report.slot_files is None:
             try:
-                await self._save(slot, name)
+                await self._save(slot)
             except _Stop as stop:
                 if NO_MEDIA_FLAG not in stop.missing:
                     raise
@@ -159,15 +170,15 @@ class _Check:
         elif self.report.slot_files is False:
             raise _Stop(NO_PATH, (SAVE_PATH_FLAG,))
 
-    async def _restore_works(self, slot: int, prompt: list[int], name: str) -> SlotDone:
+    async def _restore_works(self, slot: int, prompt: list[int]) -> SlotDone:
         work = await self._read(prompt, slot)
         if work.slot not in (None, slot):
             raise _Stop(f"a request for slot {slot} ran in slot {work.slot}: it takes no id_slot")
-        saved = await self._save(slot, name)
+        saved = await self._save(slot)
         if saved.tokens < len(prompt):
             raise _Stop(f"of {len(prompt)} tokens in a slot it saved {saved.tokens}", settled=False)
         await self._done(self.calls.erase(slot))
-        await self._done(self.calls.restore(slot, name))
+        await self._done(self.calls.restore(slot, self.name))
         again = await self._read(prompt, slot)
         if again.cached < KEPT_SHARE * (len(prompt) - 1):  # the last token is always computed
             raise _Stop("restoring a slot has no effect: the prompt is read again afterwards. That is so with models "
@@ -175,15 +186,15 @@ class _Check:
                         ("--swa-full, where the model has a sliding window",))
         return saved
 
-    async def _sizes(self, slot: int, short: list[int], full: SlotDone, name: str) -> tuple[float, int]:
-        """Bytes of a token in a file, and those of the rest; zeros where two sizes do not tell."""
+    async def _sizes(self, slot: int, short: list[int], full: SlotDone) -> None:
+        """Bytes of a token in a file, and those of the rest; they stay 0 where two sizes do not tell."""
         await self._read(short, slot)
-        less = await self._save(slot, name)
+        less = await self._save(slot)
         if not (0 < less.tokens < full.tokens and 0 < less.bytes < full.bytes):
             self.notes.append("how large its files get is not known beforehand")
-            return 0.0, 0
-        each = (full.bytes - less.bytes) / (full.tokens - less.tokens)
-        return each, max(0, round(full.bytes - each * full.tokens))
+            return
+        self.token_bytes = (full.bytes - less.bytes) / (full.tokens - less.tokens)
+        self.fixed_bytes = max(0, round(full.bytes - self.token_bytes * full.tokens))
 
     async def _has_ram_cache(self, slot: int, short: list[int]) -> bool:
         await self._read(self._prompt(OTHER_TOKENS, unlike=short[0]), slot)
@@ -194,83 +205,46 @@ class _Check:
         views = {view.slot: view for view in await self._look()}
         return slot in views and not views[slot].tokens
 
-    async def _found(self, slots: int, emptied: bool, token_bytes: float, fixed_bytes: int, hint: str) -> SlotsFound:
-        identity = await self._identity(token_bytes)
+    async def found(self) -> SlotsFound:
+        """All that was found, after :meth:`run`."""
+        identity = await self._identity()
         if identity is None:
             raise _Stop("it does not tell what model it has, so a saved slot could be another's", settled=False)
+        hint = self.place.folder if await self.place.has(self.name, self.file_bytes) else ""
+        if self.place.folder and not hint:
+            self.notes.append(f"its files are not where they were expected: {self.place.folder}")
+        missing = []
+        if self.emptied:
+            context = self.report.limits.request_tokens_max
+            missing.append(f"-np {self.slots} -c {self.slots * context}" if context else f"-np {self.slots}")
         if self.ram_cache:
-            self.missing.append(NO_RAM_FLAG)
+            missing.append(NO_RAM_FLAG)
             self.notes.append(
                 "its prompt cache in RAM is on: it can put one conversation's text before another's, and moves KV "
                 "about behind KVStream's back")
-        mode: SlotMode = "hard-unpinned" if emptied else "hard"
-        why = "saving and restoring works, requests are pinned to slots"
-        if emptied:
-            why = ("saving and restoring works, but it empties idle slots whenever a request starts, so requests are "
-                   "not pinned and slots keep nothing")
-            context = self.report.limits.request_tokens_max or 0
-            self.missing.insert(0, f"-np {slots} -c {slots * context}" if context else f"-np {slots}")
-        rules = SlotRules(slots, mode == "hard", identity.digest, token_bytes, fixed_bytes)
-        return SlotsFound(mode, rules, why, identity=identity, missing=tuple(self.missing), notes=tuple(self.notes),
-                          slots_dir_hint=hint, ram_cache=self.ram_cache, cached=self.cached, computed=self.computed)
+        rules = SlotRules(self.slots, not self.emptied, identity.digest, self.token_bytes, self.fixed_bytes)
+        return SlotsFound("hard-unpinned" if self.emptied else "hard", rules, EMPTIES if self.emptied else WORKS,
+                          identity=identity, missing=tuple(missing), notes=tuple(self.notes), slots_dir_hint=hint,
+                          ram_cache=self.ram_cache, cached=self.cached, computed=self.computed)
 
-    async def _clean(self, slots: Sequence[int], name: str) -> None:
+    async def _clean(self, slots: Sequence[int]) -> None:
         wrote = self.cached + self.computed > 0 and not self.stop()
         for slot in slots if wrote else ():
             with suppress(KVStreamError):
                 await self._ask(self.calls.erase(slot))
-        folder = self._seen_dir()
-        if folder:
-            with suppress(OSError, ValueError):
-                await trio.Path(folder, name).unlink(missing_ok=True)
 
-    # --- what only this machine can tell ------------------------------------------------------------------------------
-
-    def _seen_dir(self) -> str:
-        """Where its files may lie as seen from here: as configured, or as a server on this machine was told."""
-        return self.settings.dir or self._flag_dir()
-
-    def _flag_dir(self) -> str:
-        parts = urlsplit(self.adapter.base_url)
-        if parts.hostname not in LOOPBACK:
-            return ""
-        flags = llama_flags(parts.port or 80)
-        return flags.slot_save_path if flags is not None else ""
-
-    async def _where(self, name: str, size: int) -> str:
-        """That folder, if the file that was just written is in it; empty otherwise."""
-        folder = self._seen_dir()
-        if not folder:
-            return ""
-        try:
-            there = (await trio.Path(folder, name).stat()).st_size == size
-        except (OSError, ValueError):
-            there = False
-        if not there:
-            self.notes.append(f"its files are not where they were expected: {folder}")
-        return folder if there else ""
-
-    async def _identity(self, token_bytes: float) -> Identity | None:
+    async def _identity(self) -> Identity | None:
         replies: dict[str, HttpReply | None] = {}
         while calls := [(n, c) for n, c in self.calls.identity_calls(replies) if n not in replies]:
             for name, call in calls:
                 try:
-                    replies[name] = await self._ask(call)
+                    replies[name] = await self.upstream.request(call, timeout_s=PROBE_S_MAX)
                 except KVStreamError:
                     replies[name] = None
-        return self.calls.read_identity(replies, await self._files(self.calls.model_path(replies), token_bytes))
-
-    async def _files(self, path: str, token_bytes: float) -> Mapping[str, str]:
-        """Facts about the model's file. None, and then nothing else either, where it is not here: the identity holds
-        for one process of the server then, see ``SlotCalls.read_identity``."""
-        if not path or urlsplit(self.adapter.base_url).hostname not in LOOPBACK:
-            return {}
-        try:
-            stat = await trio.Path(path).stat()
-        except (OSError, ValueError):
-            return {}
-        layout = f"{self.report.limits.mode.value}, {token_bytes:g} bytes a token"
-        return {"model": f"{stat.st_size} bytes of {stat.st_mtime_ns}", "kv": layout}
+        facts = dict(await self.place.model_facts(self.calls.model_path(replies)))
+        if facts:  # else the identity holds for one process only, whatever else is known
+            facts["kv"] = f"{self.report.limits.mode.value}, {self.token_bytes:g} bytes a token"
+        return self.calls.read_identity(replies, facts)
 
     # --- calls --------------------------------------------------------------------------------------------------------
 
@@ -285,8 +259,10 @@ class _Check:
     async def _ask(self, call: HttpCall) -> HttpReply:
         return await self.upstream.request(call, timeout_s=max(CHECK_S_MOST, self.settings.check_s_max))
 
-    async def _save(self, slot: int, name: str) -> SlotDone:
-        return await self._done(self.calls.save(slot, name))
+    async def _save(self, slot: int) -> SlotDone:
+        done = await self._done(self.calls.save(slot, self.name))
+        self.file_bytes = done.bytes
+        return done
 
     async def _done(self, call: HttpCall) -> SlotDone:
         self._go_on()

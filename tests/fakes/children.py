@@ -69,9 +69,14 @@ class Children:
                     "build_info": self.rt.config.build}
         if path.endswith("/health"):
             return {"status": "ok"}
-        cards = [{"id": name, "object": "model", "owned_by": "llamacpp", "created": W.CREATED, "aliases": [],
-                  "status": {"value": "loaded" if name in self.loaded else "unloaded", "args": []}}
-                 for name in self.models]
+        cards = []
+        for name in self.models:
+            child = self.loaded.get(name)
+            card = {"id": name, "object": "model", "owned_by": "llamacpp", "created": W.CREATED, "aliases": [],
+                    "status": {"value": "loaded" if child is not None else "unloaded", "args": []}}
+            if child is not None:  # what the child tells of its model is in its card from then on
+                card["meta"] = W.models(child.config, child.engine.slots[0].n_ctx)["data"][0]["meta"]
+            cards.append(card)
         return {"object": "list", "data": cards}
 
     async def _child(self, model: str) -> FakeRuntime:
