@@ -23,6 +23,7 @@ import click
 
 from . import __version__
 from .cli_bench import bench_options
+from .cli_cache import cache
 from .cli_doctor import completion, doctor, models
 from .errors import ConfigError, KVStreamError, PortInUseError
 
@@ -142,7 +143,7 @@ def main() -> None:
     """A proxy in front of your model runtime that hands out its KV memory page by page."""
 
 
-for _command in (doctor, models, completion):
+for _command in (doctor, models, cache, completion):
     main.add_command(_command)
 
 

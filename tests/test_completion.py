@@ -19,7 +19,7 @@ from click.testing import CliRunner
 from kvstream import cli
 
 ROOT = Path(__file__).resolve().parents[1]
-SUBCOMMANDS = {"serve", "demo", "status", "health", "doctor", "models", "completion", "check-config"}
+SUBCOMMANDS = {"serve", "demo", "status", "health", "doctor", "models", "cache", "completion", "check-config"}
 WAIT_S = 60.0  # a guard against hanging: each press of the key starts a Python
 
 Complete = Callable[[str], set[str]]
@@ -88,6 +88,8 @@ def test_subcommands_and_options_are_completed(name: str, shell: Callable[[Path]
     assert {"--url", "--json", "--isolation", "--config"} <= complete("kvstream doctor --")
     assert {"--backend", "--port", "--model"} <= complete("kvstream serve --")
     assert complete("kvstream completion z") == {"zsh"}
+    assert complete("kvstream cache ") == {"ls", "rm", "gc"}
+    assert {"--all", "--dir", "--json", "--config"} <= complete("kvstream cache rm --")
 
 
 @pytest.mark.skipif(shutil.which("zsh") is None or sys.platform == "win32", reason="zsh is not installed")

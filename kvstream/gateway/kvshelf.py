@@ -104,25 +104,16 @@ class Shelf:
         """(name, manifest) of those that are there; None for one that is not ours to judge or cannot be read. Damaged
         ones are removed."""
         for name in list(names)[:MANIFESTS_MAX]:
-            path = self.folder / name
             try:
-                data = self.disk.read(path, MANIFEST_BYTES_MAX + 1)
+                yield name, read_manifest(self.disk, self.folder, name)
             except OSError:
                 yield name, None
-                continue
-            try:
-                if len(data) > MANIFEST_BYTES_MAX:
-                    raise ManifestError("it is too long")
-                manifest = Manifest.load(data)
-                if manifest_name(manifest.name) != name:
-                    raise ManifestError("it has another name")
-                yield name, manifest
             except ManifestError as error:
                 if error.foreign:
                     yield name, None
                 else:
                     with contextlib.suppress(OSError):
-                        self.disk.remove(path)
+                        self.disk.remove(self.folder / name)
 
     def _publish(self, manifest: Manifest) -> Path:
         """Write a manifest beside where it will be. *Errors*: ``OSError``, and nothing is left."""
@@ -301,6 +292,17 @@ class LocalShelf(Shelf):
         if self._owner is not None:
             self._owner.release()
             self._owner = None
+
+
+def read_manifest(disk: Disk, folder: Path, name: str) -> Manifest:
+    """*Errors*: ``OSError``, ``ManifestError``."""
+    data = disk.read(folder / name, MANIFEST_BYTES_MAX + 1)
+    if len(data) > MANIFEST_BYTES_MAX:
+        raise ManifestError("it is too long")
+    manifest = Manifest.load(data)
+    if manifest_name(manifest.name) != name:
+        raise ManifestError("it has another name")
+    return manifest
 
 
 def packed_ids(ids: Sequence[int]) -> bytes:

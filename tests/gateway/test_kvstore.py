@@ -345,11 +345,11 @@ async def test_what_is_not_ours_is_not_touched(tmp_path: Path) -> None:
     theirs = ["a.kv", "a.bin", "kvs.kv", "kvt.kv", "notes.json", "kvstream.toml", "KVT0123456701234567.kv", "x.kv.tmp"]
     for name in theirs:
         (tmp_path / name).write_text("x", "utf-8")
-    (tmp_path / "kvt0123456701234567.kv").mkdir()
-    (tmp_path / "kvs00x0123456701234567.kv").symlink_to(tmp_path / "a.kv")
+    (tmp_path / "kvt01234567012345.kv").mkdir()
+    (tmp_path / "kvs00x01234567012345.kv").symlink_to(tmp_path / "a.kv")
     await kept_one(tmp_path, ids_of(1))
     store, found = await reopened(tmp_path)
     store.forget(next(iter(found)))
     store.close()
     assert {path.name for path in tmp_path.iterdir()} == {
-        *theirs, "kvt0123456701234567.kv", "kvs00x0123456701234567.kv"}
+        *theirs, "kvt01234567012345.kv", "kvs00x01234567012345.kv"}

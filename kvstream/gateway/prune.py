@@ -1,0 +1,214 @@
+"""Looking at stores and pruning them from outside, whether a KVStream uses them or not.
+
+A running one notices a file that is gone when it is about to restore it, and computes instead. What it is writing is
+left alone (see ``kvfiles.sweep``). Everything here blocks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Final, Literal
+from urllib.parse import urlsplit
+
+from attrs import frozen
+
+from ..config import Config
+from ..errors import StoreError
+from .embedded_find import default_state_dir
+from .kvfiles import DATA, MANIFEST, Disk, manifest_name, stem_of, sweep
+from .kvshelf import MANIFESTS_MAX, read_manifest
+from .machine import llama_flags
+from .manifest import Manifest, ManifestError
+
+LOOPBACK: Final = frozenset(("127.0.0.1", "localhost", "::1"))
+
+State = Literal["whole", "missing", "wrong size", "elsewhere"]
+
+
+@frozen
+class Folder:
+    """``remote``: only manifests are here."""
+
+    path: Path
+    remote: bool = False
+
+
+@frozen
+class Row:
+    """One kept file. ``state`` is what its file looks like; ``elsewhere``: it is on a disk that we cannot see."""
+
+    folder: Folder
+    manifest: Manifest
+    state: State
+
+    @property
+    def name(self) -> str:
+        return self.manifest.name.removesuffix(".kv")
+
+    @property
+    def model_state(self) -> Literal["ok", "changed", "gone", "?"]:
+        """Whether the model that it belongs to is still on this machine as it was."""
+        path, known = self.manifest.facts.get("model_path", ""), self.manifest.facts.get("file model", "")
+        if not path or not known or not Path(path).is_absolute():
+            return "?"
+        try:
+            found = Path(path).stat()
+        except FileNotFoundError:
+            return "gone"
+        except (OSError, ValueError):
+            return "?"
+        return "ok" if known == f"{found.st_size} bytes of {found.st_mtime_ns}" else "changed"
+
+    @property
+    def model(self) -> str:
+        facts = self.manifest.facts
+        return Path(facts.get("model_path", "")).name or facts.get("model", "") or "?"
+
+
+@frozen
+class Listing:
+    """``damaged`` manifests, as ``folder/name: why``."""
+
+    rows: tuple[Row, ...]
+    damaged: tuple[str, ...]
+
+    @property
+    def bytes(self) -> int:
+        return sum(row.manifest.size for row in self.rows)
+
+
+def flag_folder(port: int) -> str:
+    """The --slot-save-path of the llama.cpp server on that port of this machine; empty when it cannot be seen."""
+    flags = llama_flags(port)
+    return flags.slot_save_path if flags is not None else ""
+
+
+def folders_of(config: Config, seen: Callable[[int], str] = flag_folder) -> list[Folder]:
+    """Where the KVStream of this configuration keeps files: inject.dir, the folder of a server that runs here, those of
+    embedded servers, and the manifests of files that are elsewhere."""
+    state = Path(config.embedded.state_dir).expanduser() if config.embedded.state_dir else default_state_dir()
+    found = [Path(config.inject.dir).expanduser()] if config.inject.dir else []
+    for backend in config.backends:
+        parts = urlsplit(backend.base_url)
+        if backend.type == "llamacpp" and not config.inject.dir and (parts.hostname or "127.0.0.1") in LOOPBACK:
+            folder = seen(parts.port or 8081)
+            found += [Path(folder)] if folder else []
+    found += sorted(path for path in _folders(state / "slots") if path.name.isdecimal())
+    remote = sorted(path for each in _folders(state / "remote") for path in _folders(each))
+    unique = list(dict.fromkeys(path.absolute() for path in found))
+    return [*(Folder(path) for path in unique), *(Folder(path, remote=True) for path in remote)]
+
+
+def _folders(path: Path) -> list[Path]:
+    try:
+        return [entry for entry in path.iterdir() if entry.is_dir() and not entry.is_symlink()]
+    except OSError:
+        return []
+
+
+def look(folders: Iterable[Folder]) -> Listing:
+    """What is kept there, the latest used first. *Errors*: ``StoreError`` for a folder that cannot be read."""
+    disk = Disk()
+    rows: list[Row] = []
+    damaged: list[str] = []
+    for folder in folders:
+        try:
+            names = [name for name in disk.names(folder.path) if MANIFEST.fullmatch(name)]
+        except OSError as error:
+            raise StoreError(f"{folder.path} cannot be read: {error.strerror or error}") from error
+        for name in names[:MANIFESTS_MAX]:
+            try:
+                manifest = read_manifest(disk, folder.path, name)
+                rows.append(Row(folder, manifest, _state(disk, folder, manifest)))
+            except (OSError, ManifestError) as error:
+                damaged.append(f"{folder.path / name}: {error}")
+    rows.sort(key=lambda row: -row.manifest.used)
+    return Listing(tuple(rows), tuple(damaged))
+
+
+def _state(disk: Disk, folder: Folder, manifest: Manifest) -> State:
+    if folder.remote:
+        return "elsewhere"
+    try:
+        size = disk.state(folder.path / manifest.file).size if DATA.fullmatch(manifest.file) else -1
+    except FileNotFoundError:
+        return "missing"
+    return "whole" if size == manifest.size else "wrong size"
+
+
+def named(listing: Listing, names: Sequence[str]) -> list[Row]:
+    """The rows of these names; their beginning or end is enough where that is clear. *Errors*: ``StoreError``."""
+    found: dict[tuple[Path, str], Row] = {}
+    for name in names:
+        wanted = name.removesuffix(".kv")
+        rows = [row for row in listing.rows if row.name == wanted]
+        rows = rows or [row for row in listing.rows
+                        if wanted and (row.name.startswith(wanted) or row.name.endswith(wanted))]
+        different = {row.name for row in rows}
+        if len(different) != 1:
+            fault = f"could be any of {len(different)}" if different else "is not in the store"
+            raise StoreError(f"{name} {fault}; kvstream cache ls shows what there is")
+        found.update({(row.folder.path, row.name): row for row in rows})
+    return list(found.values())
+
+
+def remove(rows: Iterable[Row]) -> int:
+    """Delete them; gives their bytes. *Errors*: ``StoreError`` when one cannot be."""
+    disk = Disk()
+    freed = 0
+    for row in rows:
+        try:
+            disk.remove(row.folder.path / manifest_name(row.manifest.name))
+            if not row.folder.remote and DATA.fullmatch(row.manifest.file):
+                disk.remove(row.folder.path / row.manifest.file)
+        except OSError as error:
+            raise StoreError(f"{row.name} in {row.folder.path} cannot be deleted: {error.strerror or error}") from error
+        freed += row.manifest.size if row.state != "elsewhere" else 0
+    return freed
+
+
+def excess(listing: Listing, *, bytes_max: int | None, age_s_max: float | None, now: float) -> list[Row]:
+    """What has to go: what can be of no use, what was unused for too long, then the longest unused until the rest fits.
+    """
+    useless = [row for row in listing.rows if row.state in ("missing", "wrong size")]
+    kept = [row for row in listing.rows if row.state not in ("missing", "wrong size")]
+    old = [row for row in kept if age_s_max is not None and now - row.manifest.used > age_s_max]
+    kept = [row for row in kept if row not in old]
+    total = sum(row.manifest.size for row in kept if row.state == "whole")
+    large = []
+    for row in reversed(kept):
+        if bytes_max is None or total <= bytes_max:
+            break
+        if row.state == "whole":
+            large.append(row)
+            total -= row.manifest.size
+    return [*useless, *old, *large]
+
+
+def tidy(folders: Iterable[Folder]) -> int:
+    """Remove what dead KVStreams left half done, and damaged manifests with their files; gives the bytes. *Errors*:
+    ``StoreError``."""
+    disk = Disk()
+    freed = 0
+    for folder in folders:
+        if folder.remote:
+            continue
+        referenced, unread = set(), set()
+        try:
+            for name in disk.names(folder.path):
+                if not MANIFEST.fullmatch(name):
+                    continue
+                try:
+                    referenced.add(read_manifest(disk, folder.path, name).file)
+                except OSError:
+                    unread.add(stem_of(name.removesuffix(".json")))
+                except ManifestError as error:
+                    if error.foreign:
+                        unread.add(stem_of(name.removesuffix(".json")))
+                    else:
+                        disk.remove(folder.path / name)
+            freed += sweep(disk, folder.path, referenced=frozenset(referenced), unread=frozenset(unread))
+        except OSError as error:
+            raise StoreError(f"{folder.path} cannot be tidied: {error.strerror or error}") from error
+    return freed
