@@ -263,7 +263,7 @@ class Inject:
         slot = self.slots.leave(run.rid, now, idle=idle) if self.slots is not None else None
         if slot is not None:
             self._leave_content(run, slot, ledger, now)
-            self.gone.append(run.keys)  # as far as it was not computed
+        self.gone.append(run.keys)  # as far as it was not computed, or was gone while it ran
         if self.store is not None:
             self.store.release(run.rid)
             for name in self.planned.pop(run.rid, ()):
@@ -314,7 +314,7 @@ class Inject:
     def tell(self, ledger: Ledger) -> None:
         """Let the ledger forget the cached pages that no slot holds any more."""
         gone, self.gone = self.gone, []
-        if gone and self.slots is not None:
+        if gone and self.slots is not None and ledger.tree.size:
             held = self._held()
             for keys in gone:
                 ledger.forget(keys, held)
