@@ -56,13 +56,13 @@ from .embedded_find import (
     check_model,
     child_argv,
     child_environment,
-    claim_place,
     describe_event,
     describe_exit,
     find_server,
     free_port,
     server_flags,
 )
+from .embedded_place import claim_place
 
 __all__ = [
     "EmbeddedServer", "EmbeddedSpec", "EmbeddedSnapshot", "EmbeddedEvent", "Launched", "Loading", "Up", "Died",
@@ -270,7 +270,7 @@ class EmbeddedServer:
         server = find_server(self.spec)
         check_model(self.spec.model)
         known = await known_flags(server)
-        with claim_place(self.spec.state_dir) as place, KeptLog(place.log) as log:
+        with claim_place(self.spec.state_dir, self.spec.slot_bytes_max) as place, KeptLog(place.log) as log:
             self._log = log
             port = free_port()
             flags = server_flags(self.spec, port=port, slot_dir=place.slot_dir, known=known)

@@ -1,5 +1,5 @@
-"""What the embedded llama.cpp needs before it starts: the server, the model, its command line, a place on disk; and
-the events and the snapshot in which others see it.
+"""What the embedded llama.cpp needs before it starts: the server, the model, its command line; and the events and the
+snapshot in which others see it.
 
 Everything here is synchronous and finished in milliseconds; every fault is an ``EmbeddedError`` that says what to do.
 """
@@ -13,8 +13,7 @@ import shutil
 import signal
 import socket
 import sys
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal, Union
 
@@ -22,10 +21,8 @@ from attrs import field, frozen
 
 from ..errors import EmbeddedError
 from .embedded_child import clean_environment, read_flags
-from .filelock import try_lock
 
 FROZEN_SUBCOMMAND = "_llama-child"
-INSTANCES_MAX = 64
 
 LINES_IN_ERROR = 6  # the rest is in the log file, which is named beside them
 
@@ -53,7 +50,8 @@ def _words(value: Sequence[str]) -> tuple[str, ...]:
 class EmbeddedSpec:
     """What to run. ``context_tokens`` is per slot; ``threads`` 0 leaves the choice to llama.cpp; no ``llama_server``
     means: look on PATH, then for the xllamacpp wheel. ``batch_tokens`` 0 means
-    :func:`batch_for_this_machine`. ``extra_args`` are further ``llama-server`` flags."""
+    :func:`batch_for_this_machine`. ``extra_args`` are further ``llama-server`` flags. ``slot_bytes_max`` bounds the
+    saved KV of all instances that do not run."""
 
     model: Path = field(converter=_path)
     llama_server: str = field(default="", converter=_text)
@@ -65,6 +63,7 @@ class EmbeddedSpec:
     load_timeout_s: float = 600.0
     restart_backoff_s_max: float = 30.0
     extra_args: tuple[str, ...] = field(default=(), converter=_words)
+    slot_bytes_max: int = 8 * 2**30
 
 
 @frozen
@@ -283,71 +282,3 @@ def describe_event(event: EmbeddedEvent) -> str:
             return "\n  ".join([f"llama.cpp {describe_exit(code)}{where}", *shown])
         case Restarting(in_s, restarts):
             return f"llama.cpp restarts in {in_s:g} s (restart {restarts})"
-
-
-# --- the place on disk ------------------------------------------------------------------------------------------------
-
-
-@frozen
-class Place:
-    """Where one running instance keeps its files."""
-
-    slot_dir: Path
-    log: Path
-
-
-def default_state_dir() -> Path:
-    base = os.environ.get("XDG_STATE_HOME", "")
-    return (Path(base) if base else Path.home() / ".local" / "state") / "kvstream"
-
-
-@contextmanager
-def claim_place(state_dir: Path | None) -> Iterator[Place]:
-    """Claim the lowest free instance number below the state directory, for as long as the block runs.
-
-    Two KVStreams must not write each other's slot files. Each holds an OS lock on ``slots/N.lock``, which ends with
-    the process however it dies; a lock can tell a dead owner where a process number cannot (numbers are used again,
-    and containers that share a volume have numbers of their own). Slot files of every unlocked number are stale: no
-    running KVStream knows what is in them. Lock files are never removed, so removing cannot race with locking.
-
-    *Errors*: ``EmbeddedError`` when the directory cannot be written.
-    """
-    root = default_state_dir() if state_dir is None else state_dir
-    try:
-        for folder in (root, root / "slots", root / "logs"):
-            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        claim = _claim(root)
-    except OSError as error:
-        raise EmbeddedError(
-            f"the state directory {root} cannot be written ({error.strerror}: {error.filename});"
-            " set embedded.state_dir to a directory of yours"
-        ) from error
-    if claim is None:
-        raise EmbeddedError(f"{INSTANCES_MAX} KVStreams run from the state directory {root} already")
-    fd, place = claim
-    try:
-        yield place
-    finally:
-        shutil.rmtree(place.slot_dir, ignore_errors=True)
-        os.close(fd)
-
-
-def _claim(root: Path) -> tuple[int, Place] | None:
-    """Lock the lowest free number; sweep the slot files of every number nobody holds."""
-    claim: tuple[int, Place] | None = None
-    for number in range(INSTANCES_MAX):
-        lock_file, slot_dir = root / "slots" / f"{number}.lock", root / "slots" / str(number)
-        if claim is not None and not lock_file.exists():
-            break  # numbers are claimed from below: beyond the first unused one there are none
-        fd = os.open(lock_file, os.O_RDWR | os.O_CREAT, 0o600)
-        if not try_lock(fd):
-            os.close(fd)
-            continue
-        shutil.rmtree(slot_dir, ignore_errors=True)
-        if claim is None:
-            slot_dir.mkdir(mode=0o700)
-            suffix = f"-{number}" if number else ""
-            claim = fd, Place(slot_dir, root / "logs" / f"llama-server{suffix}.log")
-        else:
-            os.close(fd)
-    return claim

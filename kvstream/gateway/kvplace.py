@@ -6,11 +6,11 @@ from hashlib import blake2b
 from pathlib import Path
 
 from ..adapters.slot_calls import Identity
-from .embedded_find import default_state_dir
 from .inject_settings import InjectSettings
 from .kvstore import KvStore
 from .saving import StoreMeter
 from .slot_ports import SlotsFound
+from .statedir import default_state_dir
 
 
 def remote_state_dir(settings: InjectSettings, base_url: str) -> Path:

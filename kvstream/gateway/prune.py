@@ -15,11 +15,11 @@ from attrs import frozen
 
 from ..config import Config
 from ..errors import StoreError
-from .embedded_find import default_state_dir
 from .kvfiles import DATA, MANIFEST, Disk, manifest_name, stem_of, sweep
 from .kvshelf import MANIFESTS_MAX, read_manifest
 from .machine import llama_flags
 from .manifest import Manifest, ManifestError
+from .statedir import default_state_dir
 
 LOOPBACK: Final = frozenset(("127.0.0.1", "localhost", "::1"))
 

@@ -167,6 +167,7 @@ def embedded_spec(config: Config) -> EmbeddedSpec:
     names = [a.name for a in attrs.fields(EmbeddedSpec) if hasattr(config.embedded, a.name)]
     values = {name: getattr(config.embedded, name) for name in names}
     values["state_dir"] = config.embedded.state_dir or None
+    values["slot_bytes_max"] = config.inject.disk_bytes_max
     if config.memory.dtype != "float16":  # llama.cpp's own default
         kv_type = LLAMA_KV_TYPES.get(config.memory.dtype, config.memory.dtype)
         values["extra_args"] = ("-ctk", kv_type, "-ctv", kv_type, *config.embedded.extra_args)

@@ -16,7 +16,7 @@ from kvstream.core.scheduler import Scheduler
 from kvstream.core.types import EndReason, Limits, PoolMode, RequestId, SlotPlan, SlotRules
 from kvstream.errors import StoreError
 from kvstream.gateway.metrics import Metrics
-from kvstream.gateway.settings import engine_settings
+from kvstream.gateway.settings import embedded_spec, engine_settings
 from kvstream.gateway.slot_ports import SlotsFound
 from kvstream.gateway.verify import SlotVerify
 from tests.fakes import FakeUpstream, open_runtime
@@ -65,6 +65,7 @@ async def test_so_many_bytes_of_saved_kv_are_kept(tmp_path: Path) -> None:
     with pytest.raises(StoreError, match="disk_bytes_max"):
         await save(store, tmp_path, ids_of(3))
     store.close()
+    assert embedded_spec(inject_config(disk_bytes_max=2 * size)).slot_bytes_max == 2 * size
 
 
 @effect("inject.files_max")

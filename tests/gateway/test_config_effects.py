@@ -26,7 +26,8 @@ from kvstream.adapters.base import ProxyRequest
 from kvstream.config import KEYS, Config, Loaded
 from kvstream.errors import EmbeddedError
 from kvstream.gateway.embedded import EmbeddedServer, backoff_s
-from kvstream.gateway.embedded_find import claim_place, find_server, server_flags
+from kvstream.gateway.embedded_find import find_server, server_flags
+from kvstream.gateway.embedded_place import claim_place
 from kvstream.gateway.engine import Engine
 from kvstream.gateway.logs import set_up_logging
 from kvstream.gateway.metrics import Metrics

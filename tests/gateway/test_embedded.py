@@ -17,14 +17,20 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import attrs
 import pytest
 import trio
 
-from kvstream.errors import EmbeddedError
+from kvstream.adapters.slot_calls import SlotDone
+from kvstream.core.tokens import page_keys, salt
+from kvstream.errors import EmbeddedError, StoreError
 from kvstream.gateway import embedded, embedded_child, embedded_find
 from kvstream.gateway.embedded import Died, EmbeddedServer, Launched, Loading, Restarting, Up, describe_event
 from kvstream.gateway.embedded_child import KeptLog
-from kvstream.gateway.embedded_find import EmbeddedSpec, FoundServer, claim_place
+from kvstream.gateway.embedded_find import EmbeddedSpec, FoundServer
+from kvstream.gateway.embedded_place import claim_place
+from kvstream.gateway.statedir import default_state_dir
+from tests.gateway.test_kvstore import ids_of, save, spec_of, store_at
 
 ROOT = Path(__file__).resolve().parents[2]
 real = pytest.mark.real
@@ -168,7 +174,7 @@ async def test_loads_and_serves_as_recommended(model: Path, tmp_path: Path, no_b
     assert kinds[0] is Launched and kinds[-1] is Up and set(kinds[1:-1]) <= {Loading}
     assert it.server.snapshot().state == "stopped" and it.server.snapshot().pid is None
     assert not Path(f"/proc/{pid}").exists(), "gone and reaped"
-    assert not slot_dir.exists()
+    assert not slot_dir.exists(), "nobody kept what was saved"
     assert stat.S_IMODE((tmp_path / "state").stat().st_mode) == 0o700
 
 
@@ -446,8 +452,9 @@ async def test_foreign_flags_are_refused_for_the_wheel(tmp_path: Path, gguf: Pat
 
 def test_two_instances_share_nothing_and_stale_files_go(tmp_path: Path) -> None:
     stale = tmp_path / "slots" / "1"
-    stale.mkdir(parents=True)
+    (stale / "deeper").mkdir(parents=True)
     (stale / "old.kv").write_text("x", encoding="utf-8")
+    (stale / "kvs00x01234567012345.kv").write_text("x", encoding="utf-8")
     (tmp_path / "slots" / "1.lock").touch()
     with claim_place(tmp_path) as one:
         assert not stale.exists()
@@ -455,14 +462,88 @@ def test_two_instances_share_nothing_and_stale_files_go(tmp_path: Path) -> None:
         with claim_place(tmp_path) as two:
             assert one.slot_dir != two.slot_dir and one.log != two.log
             assert (one.slot_dir / "mine.kv").exists(), "a live owner's files stay"
+    assert not one.slot_dir.exists() and not two.slot_dir.exists()
+
+
+async def kept(folder: Path, seed: int, wall: float) -> Path:
+    """The data file of a prefix that a store has kept there."""
+    store = store_at(folder, wall=wall)
+    await store.load()
+    name = (await save(store, folder, ids_of(seed))).name
+    file = folder / await store.offer(name)
+    store.close()
+    return file
+
+
+async def test_saved_kv_outlives_the_instance(tmp_path: Path) -> None:
+    with claim_place(tmp_path) as one, claim_place(tmp_path) as two:
+        files = [await kept(one.slot_dir, 1, 1000.0), await kept(two.slot_dir, 2, 2000.0),
+                 await kept(one.slot_dir, 3, 3000.0)]
+        (one.slot_dir / "kvt01234567012345.kv").touch()
+    with claim_place(tmp_path) as again:
+        assert again.slot_dir == one.slot_dir and all(file.exists() for file in files)
+        assert not (one.slot_dir / "kvt01234567012345.kv").exists()
+        store = store_at(again.slot_dir)
+        assert len(await store.load()) == 2
+        store.close()
+
+
+@real
+async def test_case_51_a_real_server_restores_what_another_one_saved(
+        model: Path, tmp_path: Path, no_binary: None) -> None:
+    spec = EmbeddedSpec(model, slots=2, context_tokens=512, threads=1, state_dir=tmp_path)
+    prompt = "The quick brown fox jumps over the lazy dog. " * 20
+
+    async def read(url: str, slot: int) -> tuple[int, int]:
+        said = await call(url + "/completion", {"prompt": prompt, "n_predict": 4, "id_slot": slot})
+        return said["timings"]["cache_n"], said["timings"]["prompt_n"]
+
+    async with running(spec) as it:
+        cached, computed = await read(it.url, 0)
+        assert cached == 0 and computed > 150
+        ids = (await call(it.url + "/tokenize", {"content": prompt, "add_special": True}))["tokens"]
+        store = store_at(tmp_path / "slots" / "0")
+        assert await store.load() == []
+        save_spec = spec_of(ids[:64])
+        file = store.temporary(save_spec.name)
+        said = await call(it.url + "/slots/0?action=save", {"filename": file})
+        done = SlotDone(0, said["n_saved"], said["n_written"], said["timings"]["save_ms"] / 1000)
+        prefix = await store.keep(save_spec, done)
+        assert prefix.tokens == computed + 3 and len(prefix.keys) == prefix.tokens // 16, "the file told the rest"
+        assert prefix.keys[:computed // 16] == page_keys(ids, 16, salt("m"))[:computed // 16]
+        said = await call(it.url + "/slots/1?action=save", {"filename": store.temporary(save_spec.name)})
+        with pytest.raises(StoreError, match="held 0 tokens"):
+            await store.keep(save_spec, SlotDone(1, said["n_saved"], said["n_written"]))
+        store.close()
+    async with running(spec) as it:
+        store = store_at(tmp_path / "slots" / "0")
+        (found,) = await store.load()
+        assert found == attrs.evolve(prefix, used_at=found.used_at)
+        said = await call(it.url + "/slots/1?action=restore", {"filename": await store.offer(found.name)})
+        assert store.restored(found.name, SlotDone(1, said["n_restored"], said["n_read"]))
+        assert (await read(it.url, 1))[0] >= computed - 1
+        store.close()
+
+
+async def test_what_no_instance_holds_is_within_one_bound(tmp_path: Path) -> None:
+    with claim_place(tmp_path) as one, claim_place(tmp_path) as two:
+        files = [await kept(one.slot_dir, 1, 1000.0), await kept(two.slot_dir, 2, 2000.0),
+                 await kept(two.slot_dir, 3, 3000.0)]
+        size = files[0].stat().st_size
+        with claim_place(tmp_path, 0):
+            assert all(file.exists() for file in files), "they are in use"
+    with claim_place(tmp_path, 2 * size):
+        assert [file.exists() for file in files] == [False, True, True]
+    with claim_place(tmp_path, 0), claim_place(tmp_path, 0):
+        assert not any(file.exists() for file in files)
 
 
 def test_default_state_directory(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
-    assert embedded_find.default_state_dir() == tmp_path / "kvstream"
+    assert default_state_dir() == tmp_path / "kvstream"
     monkeypatch.delenv("XDG_STATE_HOME")
     monkeypatch.setenv("HOME", str(tmp_path))
-    assert embedded_find.default_state_dir() == tmp_path / ".local" / "state" / "kvstream"
+    assert default_state_dir() == tmp_path / ".local" / "state" / "kvstream"
 
 
 def test_log_is_bounded_and_put_together_from_any_split(tmp_path: Path) -> None:
