@@ -191,6 +191,8 @@ class SchedulerConfig:
                               unit="requests", low=1, high=65536)
     preemption_policy: Literal["swap", "recompute", "off"] = key(
         "swap", "How a victim gives way: save its KV, drop and redo it, or never. Only where the runtime can restore.")
+    preemptions_max: int = key(
+        3, "How often one request gives way at most; then it runs to its end.", unit="times", low=0, high=1000)
     priority: Literal["fcfs", "sjf"] = key("fcfs", "Order of the queue: first come, or least predicted work first.")
     max_queue: int = key(1000, "Most waiting requests; more get 429.", unit="requests", high=1_000_000)
     max_queue_bytes: int = key(256 * 2**20, "Most bytes of waiting request bodies; more get 429.", unit="bytes")

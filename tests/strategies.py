@@ -14,7 +14,8 @@ prompts = st.text("abc", min_size=1, max_size=5)
 """Names for ``tests.play.keys_of``: prompts of one prefix share its pages."""
 
 modes = st.sampled_from(PoolMode)
-reasons = st.sampled_from(EndReason)
+# One that gives way comes back: see test_preempt.py.
+reasons = st.sampled_from([reason for reason in EndReason if reason is not EndReason.PREEMPTED])
 groups = st.sampled_from(["", "x", "y"])
 rids = st.integers(0, 30).map(RequestId)
 

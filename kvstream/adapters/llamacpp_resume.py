@@ -166,6 +166,7 @@ class ResumeDecoder:
 
     def __init__(self, request: ProxyRequest, like: object, before: Legs) -> None:
         self._native = NativeDecoder(StreamPlan(True, False, progress_asked=False, event_bytes_max=EVENT_BYTES_MAX))
+        self.own: object = None
         self._before = before
         self._request = request
         self._form = route_of(request.route).form
@@ -202,6 +203,8 @@ class ResumeDecoder:
 
     def _delta(self, event: Delta, data: dict[str, Any]) -> list[UpstreamEvent]:
         last = data.get("stop") is True
+        if last:
+            self.own = data
         if self._form == "native":
             return self._own(event, data, last)
         out: list[UpstreamEvent] = []

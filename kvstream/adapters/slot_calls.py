@@ -72,7 +72,10 @@ class Legs:
 
 
 class ResumeDecoder(Decoder, Protocol):
-    """The decoder of a continuation."""
+    """The decoder of a continuation. ``own`` is the runtime's last frame as it came, whose numbers are of this part
+    alone."""
+
+    own: object
 
     def at_limit(self) -> list[UpstreamEvent]:
         """The events that end an answer whose limit was reached just when it was stopped."""

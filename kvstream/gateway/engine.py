@@ -34,8 +34,10 @@ from ..core.messages import (
     Ended,
     Event,
     Forget,
+    Preempt,
     Refuse,
     SaveSlot,
+    SlotSaved,
     Submitted,
     Truncate,
 )
@@ -62,6 +64,7 @@ from .liveness import Liveness
 from .load_options import LoadOptionsWatch
 from .logs import log_request
 from .metrics import Metrics
+from .parking import Parking
 from .patience import Patience
 from .ports import Upstream
 from .recount import recount
@@ -106,8 +109,10 @@ class Engine:
         self.guard = Guard(settings, self._post_of_guard, name)
         self._door = Door(self.watcher, self.guard)
         self.inject = Inject(
-            adapter, upstream, settings, metrics, name=name, post=self.post, other_process=self.watcher.other_process,
-            progress=self.guard.progress, owned=lambda: self.slot_view().owned)
+            adapter, upstream, settings, metrics, name=name, post=self._post_of_slots,
+            other_process=self.watcher.other_process, progress=self.guard.progress,
+            owned=lambda: self.slot_view().owned)
+        self._parking = Parking(adapter, upstream, settings, self.post, self.inject.meter)
         self._draining = DrainingSeats(self._live, self.inject.jobs, metrics, self.post)
         self.drifts = Drifts(adapter, name)
         self.sight = SlotSight(self._live, self._draining, self.inject, self.scheduler, self.drifts, self.post,
@@ -116,8 +121,8 @@ class Engine:
                                      idle_s_max=settings.slot_idle_s_max)
         self._liveness = Liveness(adapter, upstream, settings, metrics, self.guard, self._live)
         self._runner = Runner(
-            adapter, upstream, settings, watcher=self.watcher, guard=self.guard, inject=self.inject, post=self.post,
-            settle=self._settle, park=self._park,
+            adapter, upstream, settings, watcher=self.watcher, guard=self.guard, inject=self.inject,
+            parking=self._parking, post=self.post, settle=self._settle, park=self._park,
             patience=Patience(self.watcher, settings, metrics, (rng or random.Random()).random))
         self._next_rid = 0
         self._idle = trio.Event()
@@ -161,6 +166,11 @@ class Engine:
         self._inbox.append(event)
         self._wake.set()
 
+    def _post_of_slots(self, event: Event) -> None:
+        self.post(event)
+        if isinstance(event, SlotSaved) and event.rid in self._live:
+            self._parking.saved(self._live[event.rid], event)
+
     def _post_of_guard(self, event: Event) -> None:
         self.post(event)
         self.watcher.announce()  # whoever waits here may be better off elsewhere
@@ -173,13 +183,16 @@ class Engine:
             return  # it left in this very step; its Ended is in the inbox
         if isinstance(action, Admit):
             assert self._streams is not None
-            stream.lease, stream.granted = action, trio.current_time()
+            stream.lease, stream.granted = action, stream.granted or trio.current_time()
             stream.scope = trio.CancelScope()
             self.sight.calls += 1
             self.guard.admitted(stream)
             self._liveness.admitted()
-            self.metrics.admitted(stream)
+            if not action.resumes:
+                self.metrics.admitted(stream)
             self._streams.start_soon(self._runner.run, stream)
+        elif isinstance(action, Preempt):
+            self._parking.preempt(stream, action)
         elif isinstance(action, Refuse):
             error = error_of_refusal(action, wait_s_max=self.settings.wait_s_max)
             self._settle(stream, error, refused=action.why.value)
@@ -229,7 +242,8 @@ class Engine:
 
     def _park(self, stream: Stream) -> None:
         """The end of a leg whose stream was preempted: the stream itself goes on later. Synchronous."""
-        raise NotImplementedError  # nothing preempts yet
+        self.sight.calls += 1
+        self._parking.leg_over(stream, draining=self._drains(stream, None))
 
     # --- requests -----------------------------------------------------------------------------------------------------
 
@@ -267,14 +281,15 @@ class Engine:
             rid=rid, name=name, request=request, adapter=self.adapter, client=client, priority=priority,
             arrived=arrived, buffer=EventBuffer(self.settings.buffer_bytes), tokens_prompt=count.tokens,
             tokens_max=answer_tokens(request), count_source=count.source, prompt=count,
-            hold=hold)
+            said=self._parking.open(request, count), hold=hold)
         self._live[rid] = stream
         self._idle = trio.Event() if self._idle.is_set() else self._idle
         stream.asked = Submitted(
             rid=rid, keys=count.keys, tokens=count.tokens, tokens_max=stream.tokens_max,
             deadline=arrived + self.settings.wait_s_max, priority=priority, bytes=len(request.body),
             client=client, count_source=count.source, arrived=arrived, seats=seats_wanted(request), weight=weight,
-            group=group, pinnable=self.inject.is_pinnable(request), exact=self.inject.is_exact(request, count))
+            group=group, pinnable=self.inject.is_pinnable(request), exact=self.inject.is_exact(request, count),
+            preemptible=stream.said is not None)
         self.post(stream.asked)
         try:
             yield stream

@@ -43,10 +43,11 @@ class Inject:
         self._adapter = adapter
         self.lane: SlotLane | None = None
         self.work: SlotWork | None = None
+        self.meter: InjectMeter | None = None
         calls, inject = adapter.slots, settings.inject
         if calls is None or inject is None:
             return
-        meter = metrics.inject.lane(name)
+        meter = self.meter = metrics.inject.lane(name)
         self.lane = SlotLane(
             adapter, calls, upstream, inject, SlotVerify(adapter, upstream, inject, meter, name), meter,
             open_store=partial(_open_store, settings, adapter.base_url, meter), post=post,
@@ -153,6 +154,12 @@ class Inject:
             return
         if stream.read is not None:  # what is told now is of both passes, and the first one has told
             lane.prompt_read(PromptWork(stream.read.cached + stream.read.computed - 1, 1, None))
+            return
+        if stream.said is not None and stream.said.decoder is not None:  # the numbers are those of all legs
+            work = calls.prompt_work(stream.said.decoder.own)
+            if work is not None:
+                lane.prompt_read(work)
+                self._post(CacheSeen(stream.rid, work.cached, work.cached + work.computed, work.seconds))
             return
         work = calls.prompt_work(stream.usage_data) or calls.prompt_work(stream.last_data)
         if work is None:

@@ -227,7 +227,7 @@ class LocalShelf(Shelf):
 
     def _keys(self, draft: Draft, head: bytes) -> tuple[PageKey, ...]:
         ids = self._read_ids(head)
-        if ids is None:
+        if ids is None or not draft.keys:
             return draft.keys
         packed = packed_ids(ids[:draft.tokens])
         known = b"".join(key.content for key in draft.keys)

@@ -58,6 +58,8 @@ class Liveness:
         if stream.first_token is None or stream.sent_at is None or stream.lease is None:
             return
         cold, self._served, self._served_at = self._is_cold(stream), self._loaded_for(stream), trio.current_time()
+        if stream.said is not None and stream.said.legs:
+            return  # its first token was that of another call
         usage = stream.usage
         cached = usage.cached if usage and usage.cached is not None else stream.lease.tokens_cached
         if not (cold or self._is_silent(stream)):
@@ -76,7 +78,7 @@ class Liveness:
         assert stream.sent_at is not None
         if self._is_silent(stream):
             return Work(stream.sent_at, None)
-        if stream.first_token is not None:
+        if stream.leg_token is not None:
             return Work(stream.sent_at, 0)
         if self._is_cold(stream):
             return Work(stream.sent_at, None)

@@ -64,13 +64,14 @@ class PumpHooks:
     """What a pump tells and asks the engine. ``produced(rid, tokens)``; ``progress()`` on every data event;
     ``loading()`` waits until a backend that said "loading" is up, or raises, ``busy(refusal, retry_after_s)`` the same
     for one that is busy; ``usage_refused()`` remembers that this backend does not know ``stream_options``;
-    ``started()``: the headers came."""
+    ``started()``: the headers came; ``bound()``: it cannot be preempted any more."""
 
     produced: Callable[[RequestId, int], None]
     progress: Callable[[], None]
     loading: Callable[[], Awaitable[None]]
     busy: Callable[[OverloadError, float | None], Awaitable[None]]
     usage_refused: Callable[[], None]
+    bound: Callable[[], None]
     started: Callable[[], None]
 
 
@@ -114,7 +115,7 @@ class Pump:
                 await self._recover(failed, gap)
         if total.cancelled_caught:
             raise TotalTimeoutError(f"the answer took longer than upstream.total_s = {self._times.total_s:g} s")
-        if self._stream.first_token is None:
+        if self._stream.leg_token is None:
             raise BackendTimeoutError(
                 f"the backend gave no token within upstream.first_event_s = {self._times.first_event_s:g} s")
         raise BackendTimeoutError(
@@ -204,6 +205,11 @@ class Pump:
         elif batches % BATCHES_PER_TURN == 0:
             await trio.lowlevel.checkpoint()
 
+    def end(self, events: Sequence[UpstreamEvent]) -> None:
+        """Let the answer end with these events, without a call."""
+        kept, size, _ = self._take(events)
+        self._stream.buffer.force(kept, size)
+
     def _take(self, events: Sequence[UpstreamEvent]) -> tuple[list[UpstreamEvent], int, Failed | None]:
         """(what the client's task gets, its size, the failure that ended the answer). Keeps the books of each event;
         what comes after the end is not looked at."""
@@ -250,6 +256,8 @@ class Pump:
     def _note(self, event: UpstreamEvent) -> int:
         """Keep the books of one event; its size in bytes."""
         stream = self._stream
+        if stream.said is not None and not stream.said.note(event):
+            self._hooks.bound()
         if isinstance(event, Delta):
             if event.data is not None:
                 stream.last_data = event.data
@@ -272,13 +280,15 @@ class Pump:
     def _count(self, tokens: int) -> None:
         stream = self._stream
         now = trio.current_time()
-        if stream.first_token is None:
-            stream.first_token = now
+        first = stream.leg_token is None
+        if first:
+            stream.leg_token = now
+            stream.first_token = stream.first_token or now
         stream.last_token = now
         stream.tokens += tokens
         # The table grows by pages: telling the scheduler once a page is as true as once a token, and cheaper.
         self._unposted += tokens
-        if self._unposted >= self._page_tokens or stream.tokens == tokens:
+        if self._unposted >= self._page_tokens or first:
             self._flush()
 
     def _flush(self) -> None:
@@ -295,17 +305,22 @@ class Pump:
                 "limit: set max_tokens")
         gap.deadline = _deadline(0)  # the wait is the reader's fault, not the runtime's
         self._stream.blocked = True
-        with trio.move_on_after(self._times.stall_s or float("inf")):
-            await self._stream.buffer.put(events, size)
-            self._stream.blocked = False
-            self._restart(gap)
-            return
+        try:
+            with trio.move_on_after(self._times.stall_s or float("inf")):
+                await self._stream.buffer.put(events, size)
+                self._stream.blocked = False
+                self._restart(gap)
+                return
+        except trio.Cancelled:
+            if self._stream.preempting is not None:
+                self._stream.buffer.force(events, size)  # its answer goes on after this
+            raise
         raise ReaderStalledError(
             f"the client did not read for server.stall_s = {self._times.stall_s:g} s; its stream was closed")
 
     def _restart(self, gap: trio.CancelScope) -> None:
         """Data came. Before the first token the runtime may still be at the prompt, and may be silent for long."""
-        prefill = self._stream.first_token is None
+        prefill = self._stream.leg_token is None
         gap.deadline = _deadline(self._times.first_event_s if prefill else self._times.gap_s)
 
 

@@ -29,6 +29,7 @@ from .health import BackendWatcher
 from .inject import Inject
 from .lane_settings import EngineSettings
 from .leg import FirstLeg, Leg
+from .parking import NextLeg, Parking
 from .patience import Patience
 from .ports import Upstream
 from .pump import Pump, PumpHooks
@@ -48,14 +49,15 @@ class Runner:
     event to the scheduler."""
 
     def __init__(self, adapter: Adapter, upstream: Upstream, settings: EngineSettings, *, watcher: BackendWatcher,
-                 guard: Guard, inject: Inject, patience: Patience, post: Callable[[Event], None], settle: Settle,
-                 park: Park) -> None:
+                 guard: Guard, inject: Inject, parking: Parking, patience: Patience, post: Callable[[Event], None],
+                 settle: Settle, park: Park) -> None:
         self._adapter = adapter
         self._upstream = upstream
         self._settings = settings
         self._watcher = watcher
         self._guard = guard
         self._inject = inject
+        self._parking = parking
         self._patience = patience
         self._post = post
         self._settle = settle
@@ -76,9 +78,10 @@ class Runner:
         error: KVStreamError | None = ShuttingDownError("the gateway was stopped", retry_after_s=5)
         try:
             with stream.scope:
+                goes_on = await self._parking.next_leg(stream)
                 opening = await self._inject.open(stream)
                 if opening is not None:
-                    await self._pump(stream, self._leg(stream, opening)).run()
+                    await self._perform(stream, opening, goes_on)
             error = None
         except KVStreamError as caught:
             error = caught
@@ -91,8 +94,14 @@ class Runner:
             self._inject.over(stream)
             self._ended(stream, error, planned=opening is not None)
 
-    def _leg(self, stream: Stream, opening: Opening) -> Leg:
-        return FirstLeg(stream, opening.slot, opening.read)
+    async def _perform(self, stream: Stream, opening: Opening, goes_on: NextLeg | None) -> None:
+        leg: Leg = FirstLeg(stream, opening.slot, opening.read) if goes_on is None else evolve(
+            goes_on, slot=opening.slot)
+        pump = self._pump(stream, leg)
+        if goes_on is not None and goes_on.is_over:
+            pump.end(goes_on.open_decoder().at_limit())
+        else:
+            await pump.run()
 
     def _pump(self, stream: Stream, leg: Leg) -> Pump:
         settings, capacity = self._settings, self._watcher.backend.capacity
@@ -101,7 +110,7 @@ class Runner:
             produced=self._on_produced, progress=partial(self._guard.progress, stream),
             loading=partial(self._patience.loading, stream), busy=partial(self._patience.busy, stream),
             usage_refused=self._on_usage_refused,
-            started=partial(self._inject.started, stream))
+            started=partial(self._inject.started, stream), bound=partial(self._parking.bind, stream))
         return Pump(
             stream, leg, self._adapter, self._upstream, settings.times, hooks, page_tokens=settings.query.page_tokens,
             include_usage=not self._usage_refused and (settings.include_usage or stream.request.include_usage),
@@ -131,7 +140,7 @@ class Runner:
                 return
         elif isinstance(error, BackendUnavailableError):
             self._watcher.look_now()  # one request that makes it hang up is no reason to close for all
-        if stream.preempting is not None and error is None and not (stream.completed or stream.left or stream.cut):
+        if stream.preempting is not None and error is None and self._parking.may_park(stream):
             self._park(stream)  # else it came to its end by itself just then, or nobody is there to go on for
             return
         self._settle(stream, error)
@@ -139,11 +148,15 @@ class Runner:
     def _may_queue_again(self, stream: Stream) -> bool:
         return (stream.hold and stream.outcome is None and not stream.left and stream.cut is None
                 and stream.requeued < REQUEUES_MAX and self._watcher.may_return(self._settings.down_grace_s)
-                and trio.current_time() < stream.arrived + self._settings.wait_s_max)
+                and (trio.current_time() < stream.arrived + self._settings.wait_s_max
+                     or (stream.said is not None and stream.said.legs > 0)))
 
     def _queue_again(self, stream: Stream) -> None:
         assert stream.asked is not None
         stream.requeued += 1
+        if stream.said is not None and stream.said.legs:
+            self._park(stream)  # not from its beginning
+            return
         stream.give_back()
         self._post(Ended(stream.rid, EndReason.CANCELLED))
         self._post(evolve(stream.asked, again=True))  # its place is that of its arrival

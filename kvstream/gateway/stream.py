@@ -17,6 +17,7 @@ from ..core.types import CountSource, EndReason, Priority, RequestId
 from ..errors import BackendError, KVStreamError, OverloadError, ReaderStalledError
 from .buffer import EventBuffer
 from .count import PromptCount
+from .said import Said
 
 
 @frozen
@@ -48,6 +49,7 @@ class Stream:
     count_source: CountSource = CountSource.ESTIMATED
     prompt: PromptCount | None = None
     asked: Submitted | None = None  # what the scheduler was told
+    said: Said | None = None  # of its answer, if it may be preempted
     hold: bool = True  # a backend that is not there for the moment is waited for
     # -- filled at the grant
     scope: trio.CancelScope | None = None
@@ -67,6 +69,7 @@ class Stream:
     blocked: bool = False  # the pump waits for the reader, and does not see what the runtime does meanwhile
     first_token: float | None = None
     last_token: float | None = None
+    leg_token: float | None = None  # the first of the present leg
     tokens: int = 0  # answer pieces seen
     usage: UsageNumbers | None = None
     finish_reason: str | None = None
@@ -111,7 +114,7 @@ class Stream:
         """It has no seat any more and waits again, for its first leg or for the next one."""
         self.lease = self.scope = self.granted = self.preempting = self.slot = self.read = None
         self.sent = self.answered = self.blocked = self.restored = False
-        self.sent_at = None
+        self.sent_at = self.leg_token = None
 
 
 def end_reason(stream: Stream, error: BaseException | None) -> EndReason:
