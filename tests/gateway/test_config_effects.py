@@ -38,6 +38,7 @@ from tests.fakes.client import connect, fetch, open_request, send_request
 from tests.fakes.server import open_server
 from tests.gateway.effects import EFFECTS, effect
 from tests.gateway.effects_inject import *  # noqa: F403
+from tests.gateway.effects_preempt import *  # noqa: F403
 
 CHAT = "/v1/chat/completions"
 
@@ -841,13 +842,6 @@ async def test_so_many_run_at_once(autojump_clock: Any, size: int, most: int) ->
             gw.start(f"text {i}", 10)
         await trio.sleep(30)
         assert gw.runtime.in_flight_max == most and len(gw.runtime.journal.calls) == 6
-
-
-@effect("scheduler.preemption_policy")
-async def test_not_built_yet_preemption_is_only_visible_in_status(autojump_clock: Any) -> None:
-    async with front({"scheduler.preemption_policy": "recompute"}) as gw:
-        shown = (await gw.status())["preemption"]
-        assert shown["policy"] == "recompute" and shown["active"] is False and shown["why"]
 
 
 @effect("scheduler.priority")
