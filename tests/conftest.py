@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import os
+from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, Phase, settings
@@ -22,3 +25,16 @@ def no_settings_from_outside(monkeypatch: pytest.MonkeyPatch) -> None:
     """A developer who exported KVSTREAM_SERVER__PORT sees the same results as everyone."""
     for name in [name for name in os.environ if name.startswith("KVSTREAM_") and "__" in name]:
         monkeypatch.delenv(name)
+
+
+@pytest.fixture(scope="session")
+def state_dirs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """A state directory for each test, made by whoever writes to it."""
+    root = tmp_path_factory.mktemp("state")
+    return (root / str(number) for number in itertools.count())
+
+
+@pytest.fixture(autouse=True)
+def no_state_from_outside(state_dirs: Iterator[Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    """No test finds what another one, or the developer's own KVStream, has kept; nor leaves anything there."""
+    monkeypatch.setenv("XDG_STATE_HOME", str(next(state_dirs)))

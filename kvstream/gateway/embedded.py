@@ -237,6 +237,7 @@ class EmbeddedServer:
     ) -> None:
         self.spec = spec
         self.base_url = ""
+        self.slot_dir = ""  # where it saves KV, once it was launched
         self._on_event = on_event
         self._probe = probe
         self._spawn = spawn
@@ -275,7 +276,7 @@ class EmbeddedServer:
             port = free_port()
             flags = server_flags(self.spec, port=port, slot_dir=place.slot_dir, known=known)
             argv = child_argv(server, flags, parent=os.getpid())
-            self.base_url = f"http://127.0.0.1:{port}"
+            self.base_url, self.slot_dir = f"http://127.0.0.1:{port}", str(place.slot_dir)
             self._snapshot = evolve(self._snapshot, kind=server.kind, port=port, log_path=str(place.log))
             env = child_environment(server)
             told = False

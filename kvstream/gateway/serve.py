@@ -139,7 +139,8 @@ async def open_gateway(loaded: Loaded, *, engine: Engine | None = None, metrics:
             opened: list[OpenLane] = []
             for backend in config.backends:
                 ours = embedded is not None and not opened
-                opened.append(await lanes.open(config, backend, base_url=base_url if ours else "", restarts=ours))
+                opened.append(await lanes.open(_with_slot_dir(config, embedded) if ours else config, backend,
+                                               base_url=base_url if ours else "", restarts=ours))
             router = Router([each.lane for each in opened])
         coalescer = Coalescer(router.open_answer, metrics, coalesce_settings(config))
         await (await _enter_nursery(stack)).start(coalescer.run)
@@ -189,6 +190,12 @@ def _make_server(config: Config, app: App, metrics: Metrics, sockets: list[Any])
     return Server(app, sockets, metrics, connections_max=settings.connections_max,  # type: ignore[arg-type]
                   header_bytes_max=settings.header_bytes_max, stall_s=settings.stall_s,
                   tolerate_half_close=settings.half_close == "tolerate")
+
+
+def _with_slot_dir(config: Config, embedded: EmbeddedServer | None) -> Config:
+    """Where the embedded server saves KV need not be found out, and on some systems could not be."""
+    slot_dir = config.inject.dir or (embedded.slot_dir if embedded is not None else "")
+    return attrs.evolve(config, inject=attrs.evolve(config.inject, dir=slot_dir))
 
 
 def _extra_status(reloader: Reloader, lanes: Lanes, embedded: EmbeddedServer | None) -> Mapping[str, Any]:

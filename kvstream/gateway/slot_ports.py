@@ -49,8 +49,8 @@ class SlotStore(Protocol):
         """The runtime says what it read: whether that is what was saved. If not it is gone."""
         ...
 
-    def forget(self, name: str) -> None:
-        """Delete it. Quick, idempotent."""
+    def forget(self, name: str, why: Literal["quota", "bad"] = "quota") -> None:
+        """Delete it: for room, or because the runtime could not read it. Quick, idempotent."""
         ...
 
     def close(self) -> None:

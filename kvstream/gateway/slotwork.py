@@ -223,7 +223,7 @@ class SlotWork:
             log.info("slot %d is not restored: %s", job.slot, error.message)
         finally:
             if store is not None and not event.ok and drop:
-                store.forget(name)
+                store.forget(name, "bad")
             self._lane.restored(event)
             self._post(event)
         return event.ok

@@ -22,6 +22,7 @@ import pytest
 import trio
 
 from kvstream.adapters.slot_calls import SlotDone
+from kvstream.config import Config
 from kvstream.core.tokens import page_keys, salt
 from kvstream.errors import EmbeddedError, StoreError
 from kvstream.gateway import embedded, embedded_child, embedded_find
@@ -29,6 +30,7 @@ from kvstream.gateway.embedded import Died, EmbeddedServer, Launched, Loading, R
 from kvstream.gateway.embedded_child import KeptLog
 from kvstream.gateway.embedded_find import EmbeddedSpec, FoundServer
 from kvstream.gateway.embedded_place import claim_place
+from kvstream.gateway.serve import _with_slot_dir
 from kvstream.gateway.statedir import default_state_dir
 from tests.gateway.test_kvstore import ids_of, save, spec_of, store_at
 
@@ -741,3 +743,11 @@ def test_the_childs_threads_sleep_at_barriers_unless_told_otherwise(monkeypatch:
     assert embedded_find.child_environment(server)["OMP_WAIT_POLICY"] == "passive"
     monkeypatch.setenv("OMP_WAIT_POLICY", "active")
     assert embedded_find.child_environment(server)["OMP_WAIT_POLICY"] == "active"
+
+
+def test_where_the_embedded_server_saves_is_known_without_looking(gguf: Path) -> None:
+    server = EmbeddedServer(EmbeddedSpec(gguf))
+    server.slot_dir = "/state/slots/0"
+    assert _with_slot_dir(Config(), server).inject.dir == "/state/slots/0"
+    named = attrs.evolve(Config(), inject=attrs.evolve(Config().inject, dir="/mine"))
+    assert _with_slot_dir(named, server).inject.dir == "/mine"
