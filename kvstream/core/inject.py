@@ -171,7 +171,9 @@ class Inject:
             spec = self._save_first(waiting, slot, choice, ledger, now, gone)
             slots.take(waiting.rid, slot, now)
             stays = 0 if choice.restore is not None else choice.pages
+            doubtful = slot.doubtful
             self.put(slot, slot.keys[:stays], stays * size, slot.exact)
+            slot.doubtful = doubtful and bool(stays)  # until it is computed
             slot.hits = slot.hits + 1 if stays else 0
         self._left_over = 0
         plan = SlotPlan(

@@ -212,6 +212,17 @@ def test_after_a_float_a_slot_keeps_its_content_only_if_somebody_looked() -> Non
               expect=["admit 5 slot=1 promised=160", "admit 6 slot=0 cached=0"])
 
 
+def test_what_is_doubtful_stays_so_until_it_is_computed() -> None:
+    play = slotted(1)
+    served(play, 1, 160, "a")
+    served(play, 2, 64, "b", pinnable=False)
+    for rid in (3, 4):
+        play.step(ask(rid, 320, prompt="a"), expect=[f"admit {rid} slot=0 cached=160 promised=0"])
+        play.step(ended(rid, EndReason.CANCELLED))
+    served(play, 5, 160, "a")
+    play.step(ask(6, 320, prompt="a"), expect=["admit 6 slot=0 promised=160"])
+
+
 # --- a busy favourite ---
 
 
