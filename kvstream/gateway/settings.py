@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
@@ -118,7 +119,8 @@ def inject_settings(config: Config) -> InjectSettings:
     """What hard inject is told."""
     inject = config.inject
     return InjectSettings(
-        dir=inject.dir, state_dir=config.embedded.state_dir, disk_bytes_max=inject.disk_bytes_max,
+        dir=str(Path(inject.dir).expanduser()) if inject.dir else "",
+        state_dir=config.embedded.state_dir, disk_bytes_max=inject.disk_bytes_max,
         files_max=inject.files_max, slow_save_s=inject.slow_save_s, misses_max=inject.misses_max)
 
 
