@@ -129,6 +129,7 @@ class Gates:
         """Its client is done with it; the runtime drains."""
         run.over_at = now
         self._filling.pop(run.rid, None)
+        self._inject.leaders.pop(run.rid, None)
         self._queue.release(("leader", run.rid), for_good=True)
         self.groups.over(run, now)
         self._draining[run.rid] = run

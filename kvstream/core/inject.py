@@ -293,7 +293,9 @@ class Inject:
         """A slot of the runtime has this request."""
         run = self._running.get(rid)
         if run is not None:
-            run.serving = True
+            run.serving, run.reading = True, False
+        if rid in self.leaders:  # its prompt was not read beforehand: that failed
+            self.let_go(rid, alone=True)
         if self.slots is not None and self.slots.start(rid):
             self.settle()
 
