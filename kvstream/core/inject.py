@@ -257,6 +257,11 @@ class Inject:
 
     def closed(self, run: Running, ledger: Ledger, now: float, *, idle: bool) -> None:
         """A running request is over; ``idle`` if the runtime was seen to be done with it."""
+        if self.store is not None:  # also when it was switched off since its grant
+            self.store.release(run.rid)
+            for name in self.planned.pop(run.rid, ()):
+                self.store.abandon(name)
+        self.leaders.pop(run.rid, None)
         if not self.is_on:
             return
         if run.first_at is not None and run.produced >= DECODE_TOKENS_MIN and run.over_at is None:
@@ -266,11 +271,6 @@ class Inject:
         if slot is not None:
             self._leave_content(run, slot, ledger, now)
         self.gone.append(run.keys)  # as far as it was not computed, or was gone while it ran
-        if self.store is not None:
-            self.store.release(run.rid)
-            for name in self.planned.pop(run.rid, ()):
-                self.store.abandon(name)
-        self.leaders.pop(run.rid, None)
         self._queue.release(("slot", run.rid), for_good=True)
         self.settle()
 
