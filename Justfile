@@ -79,3 +79,7 @@ show-fair *args:
 # Sixteen identical requests at temperature 0: how many calls the runtime sees
 show-coalesce *args:
     {{python}} tests/measure/show_coalesce.py {{args}}
+
+# Hard inject beside direct, six measurements or those named: fanout restart turns preempt noop mixed
+bench-inject *args:
+    {{python}} tests/measure/show_inject.py {{args}}
