@@ -14,13 +14,12 @@ import trio
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent.parent))
 
 from tests.fakes import open_runtime
-from tests.fakes.server import open_server
+from tests.fakes.server import FakeServer
 
 
 async def main(port: int, slots_dir: str, knobs: dict[str, object]) -> None:
     async with open_runtime(**{"slots_dir": slots_dir, "cell_bytes": 64, **knobs}) as runtime:
-        async with open_server(runtime, port=port):
-            await trio.sleep_forever()
+        await FakeServer(runtime, port=port).run()
 
 
 if __name__ == "__main__":
