@@ -123,6 +123,9 @@ async def test_a_restore_without_effect(autojump_clock: Any) -> None:
         assert (await client.act(1, "restore"))[1]["n_restored"] == 40
         assert await client.cached([*IDS, 1], 1) == 0
         assert await client.cached([*IDS, 1, 2], 1) == 41  # what the slot computed itself counts
+        runtime.config.window = 40
+        await client.act(2, "restore")
+        assert await client.cached([*IDS, 1], 2) == 40
 
 
 async def test_sleep_loses_all_and_looking_at_the_slots_wakes(autojump_clock: Any) -> None:

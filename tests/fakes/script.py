@@ -97,7 +97,8 @@ class RuntimeConfig:
     ``slots_dir``: slot files are real files there, of llama.cpp's format as far as the token ids and zeros from there
     to the right size; without it they are in ``FakeRuntime.files``. ``cell_bytes`` is that of one token, ``disk_bytes``
     what all files may take before a save fails half way. A save takes ``save_s``, a restore ``restore_s``; meanwhile
-    nothing else moves. ``restore_mode``: ``noop_200`` restores to no effect.
+    nothing else moves. ``restore_mode``: ``noop_200`` restores to no effect what has more than ``window`` tokens (a
+    model with a sliding window restores what fits into it).
     """
 
     dialect: Literal["llamacpp", "openai", "ollama"] = "llamacpp"
@@ -154,6 +155,7 @@ class RuntimeConfig:
     cell_bytes: int = 23056  # SmolLM2-135M: 23 040 bytes of KV and 16 of bookkeeping
     disk_bytes: float = math.inf
     restore_mode: Literal["real", "noop_200", "501", "400_version", "400_size"] = "real"
+    window: int = 0
     restore_s: float = 0.0
     save_s: float = 0.0
     # TCP front

@@ -107,7 +107,7 @@ class _Work:
         if found is None or len(found[0]) > slot.n_ctx or (c.unified and engine.cells + len(found[0]) > c.n_ctx):
             return 400, W.error(400, NO_RESTORE, "invalid_request_error")
         kv, wrong = found
-        slot.hold(kv, hollow=c.restore_mode == "noop_200", wrong=wrong)
+        slot.hold(kv, hollow=c.restore_mode == "noop_200" and len(kv) > c.window, wrong=wrong)
         return 200, {"id_slot": self.id_slot, "filename": self.name, "n_restored": len(kv),
                      "n_read": file_bytes(c, len(kv)), "timings": {"restore_ms": c.restore_s * 1000}}
 
