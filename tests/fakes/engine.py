@@ -177,7 +177,6 @@ class Engine:
         job.state = T.prompt_hash(job.prompt)
         self.in_flight_max = max(self.in_flight_max, self.in_flight + 1)
         self.act(job)
-        self.deferred_max = max(self.deferred_max, len(self.waiting))
 
     def act(self, task: Job | Action) -> None:
         """Take a request or a slot action: it begins, or is deferred."""
@@ -187,6 +186,7 @@ class Engine:
         elif not self._place(task):
             self.deferred.append(task)
             self.actions_deferred += isinstance(task, Action)
+            self.deferred_max = max(self.deferred_max, sum(isinstance(each, Job) for each in self.deferred))
         self.wake()
 
     def acted(self) -> None:
