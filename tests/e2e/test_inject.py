@@ -16,8 +16,9 @@ from tests.fakes.real import RealLlama, start_real
 from tests.measure.inject_sums import Turn, fan_of, talk_ideal
 
 SLOTS, CONTEXT = 4, 1024
-WORDS = ("alpha beta gamma delta epsilon river mountain cloud engine paper silver window garden market signal forest "
-         "harbor lantern meadow orbit").split()
+WORDS_TEXT = ("alpha beta gamma delta epsilon river mountain cloud engine paper silver window garden market signal "
+              "forest harbor lantern meadow orbit")
+WORDS = WORDS_TEXT.split()
 COMPUTED, CACHED = "prompt_tokens_total", "prompt_tokens_cached_total"
 
 
@@ -120,7 +121,8 @@ async def test_six_conversations_on_four_slots_are_computed_once(served: tuple[R
         nursery.start_soon(client, range(1, 6, 2))
     await settled(llama, gateway)
     computed, ideal = await llama.metric(COMPUTED) - before, sum(map(talk_ideal, turns))
-    print(f"6 conversations: {computed:g} tokens computed, ideal {ideal}, all {sum(t.prompt for ts in turns for t in ts)}")
+    everything = sum(turn.prompt for told in turns for turn in told)
+    print(f"6 conversations: {computed:g} tokens computed, ideal {ideal}, all {everything}")
     assert computed <= 1.15 * ideal
 
 
