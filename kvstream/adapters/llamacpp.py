@@ -155,7 +155,7 @@ class LlamaCppBackend(OpenAIBackend):
         if self.kv_unified is not None:
             return self.kv_unified, "configured"
         probe = replies.get("probe")
-        streams = streams_of(probe)
+        streams = streams_of(probe, props.slots)
         if streams in (1, props.slots):
             return streams == 1, "empty-slot probe"
         if query.context_tokens == props.slots * props.context:

@@ -9,7 +9,7 @@ from attrs import frozen
 from .base import HttpReply
 from .chunks import as_count
 
-_PROBE_BYTES_FIXED, _PROBE_BYTES_PER_STREAM = 32, 4
+_PROBE_BYTES_FIXED = 28
 
 
 @frozen
@@ -99,13 +99,20 @@ def erased(reply: HttpReply | None) -> bool:
     return reply is not None and reply.status == 200
 
 
-def streams_of(probe: HttpReply | None) -> int | None:
-    """The number of KV streams that a saved empty slot shows, or None."""
+def streams_of(probe: HttpReply | None, slots: int | None = None) -> int | None:
+    """The number of KV streams that a saved empty slot shows, or None. With ``slots`` it must be 1 or that.
+
+    28 bytes, and for each cache of KV 4 and 4 a stream. A model with a sliding window has two caches (measured). One
+    cache is tried first: with 3 slots, 44 bytes are 3 streams in one, or 1 in each of two, which is rarer by far.
+    """
     data = probe.json() if probe is not None and probe.status == 200 else None
     if not isinstance(data, dict) or data.get("n_saved") != 0:
         return None
     written = data.get("n_written")
-    if not isinstance(written, int) or written <= _PROBE_BYTES_FIXED:
+    if not isinstance(written, int):
         return None
-    streams, odd = divmod(written - _PROBE_BYTES_FIXED, _PROBE_BYTES_PER_STREAM)
-    return streams if not odd else None
+    for caches in (1, 2):
+        streams, odd = divmod(written - _PROBE_BYTES_FIXED - 4 * caches, 4 * caches)
+        if streams > 0 and not odd and (slots is None or streams in (1, slots)):
+            return streams
+    return None

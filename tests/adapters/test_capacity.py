@@ -42,6 +42,12 @@ def llama(
 
 def test_the_empty_slot_probe_tells_split_from_unified() -> None:
     assert (streams_of(SPLIT), streams_of(UNIFIED)) == (4, 1)
+    assert (streams_of(SPLIT, 4), streams_of(UNIFIED, 4), streams_of(SPLIT, 2)) == (4, 1, None)
+    # a model with a sliding window has two caches (68 and 44 bytes on the real server, 52 with two slots)
+    for size, slots, streams in ((68, 4, 4), (44, 4, 1), (52, 2, 2)):
+        assert streams_of(reply({"n_saved": 0, "n_written": size}), slots) == streams
+    for size in (0, 28, 32, 33, 88, -8):  # 88: a recurrent model, which has no pool of KV
+        assert streams_of(reply({"n_saved": 0, "n_written": size}), 4) is None, size
     report, asked = llama(SPLIT)
     limits = report.limits
     assert asked == ["props", "slots", "metrics", "probe"]

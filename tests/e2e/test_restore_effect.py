@@ -13,6 +13,8 @@ from typing import Any
 
 import pytest
 
+from kvstream.adapters.base import CapacityQuery, HttpReply
+from kvstream.core.types import PoolMode
 from tests.e2e.test_slot_calls import Server, ids
 from tests.fakes.real import start_real
 from tests.fakes.tiny_gguf import Kind, make
@@ -67,6 +69,19 @@ def test_what_a_restored_slot_has_of_a_prompt(server: Server, same: range, longe
     assert found(server, prompt, [*prompt, 7, 8, 9]) in longer
     assert found(server, prompt, [*prompt[:100], 7, 8, 9]) in part
     assert server.read(ids(20, 2), 2).computed == 20  # and it serves on
+
+
+@pytest.mark.parametrize("unified", [False, True])
+def test_the_layout_of_two_caches_is_seen_too(unified: bool, tmp_path: Path) -> None:
+    """A model with a window has a cache for it beside the other; its empty slot is bigger, and tells the same."""
+    model = str(make("gemma3", tmp_path / "m.gguf"))
+    with start_real(n_ctx=2048, n_parallel=4, kv_unified=unified, model=model) as real:
+        server = Server(real)
+        replies: dict[str, HttpReply | None] = {}
+        while calls := [(name, call) for name, call in server.backend.capacity_calls(replies) if name not in replies]:
+            replies |= {name: server.do(call) for name, call in calls}
+        limits = server.backend.read_capacity(replies, CapacityQuery(page_tokens=16)).limits
+        assert limits.mode is (PoolMode.UNIFIED if unified else PoolMode.SPLIT) and limits.pages == 128
 
 
 def test_a_model_is_the_same_bytes_every_time(tmp_path: Path) -> None:
