@@ -208,12 +208,11 @@ class LocalShelf(Shelf):
     async def examine(self, draft: Draft, in_thread: InThread) -> Written:
         """*Errors*: ``OSError``, ``StoreError`` when it is not what the runtime says."""
         path = self.folder / draft.file
-        state, head = await in_thread(lambda: self._look(path, draft))
-        keys = self._keys(draft, head)
+        state, keys = await in_thread(lambda: self._look(path, draft))
         checksum = await self._checksum(path, state.size, in_thread)
         return Written(data_name(draft.name, self.token, self._next()), keys, checksum, state)
 
-    def _look(self, path: Path, draft: Draft) -> tuple[FileState, bytes]:
+    def _look(self, path: Path, draft: Draft) -> tuple[FileState, tuple[PageKey, ...]]:
         try:
             state = self.disk.state(path)
         except FileNotFoundError:
@@ -223,7 +222,7 @@ class LocalShelf(Shelf):
             raise StoreError(f"the runtime wrote {draft.bytes} bytes, and {path.name} has {state.size}: not kept")
         with contextlib.suppress(PermissionError):  # the runtime runs as somebody else, who decides
             self.disk.make_private(path)
-        return state, self.disk.read(path, HEAD_BYTES + 8 * draft.tokens)
+        return state, self._keys(draft, self.disk.read(path, HEAD_BYTES + 8 * draft.tokens))
 
     def _keys(self, draft: Draft, head: bytes) -> tuple[PageKey, ...]:
         ids = self._read_ids(head)
@@ -306,13 +305,13 @@ def read_manifest(disk: Disk, folder: Path, name: str) -> Manifest:
 
 
 def packed_ids(ids: Sequence[int]) -> bytes:
-    """Token ids as page keys have them, up to the first that is none."""
-    numbers = array("I", (number & 0xFFFFFFFF for number in ids))
+    """Token ids as page keys have them, up to the first that is none: there is a picture."""
+    numbers = array("I", ids)
+    with contextlib.suppress(ValueError):
+        del numbers[numbers.index(0xFFFFFFFF):]
     if sys.byteorder == "big":
         numbers.byteswap()
-    packed = numbers.tobytes()
-    at = next((4 * index for index, number in enumerate(ids) if number & 0xFFFFFFFF == 0xFFFFFFFF), len(packed))
-    return packed[:at]
+    return numbers.tobytes()
 
 
 def token_ids(head: bytes) -> Sequence[int] | None:
