@@ -269,7 +269,7 @@ class Engine:
         if self.closing:
             raise ShuttingDownError("the gateway is shutting down", retry_after_s=5)
         await self._door.check_open(self.settings, hold=hold)
-        await self.inject.check_process()
+        await self.sight.arrived()
         request = self.hygiene.normalized(request)
         count = count or await self._count(request, client)
         if self.closing:

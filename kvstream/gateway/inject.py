@@ -9,12 +9,13 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from functools import partial
 from types import MappingProxyType
+from typing import Any
 
 import trio
 
 from ..adapters.base import Adapter, CapacityReport, ProxyRequest, UsageNumbers
 from ..adapters.slot_calls import PromptWork
-from ..core.messages import Action, CacheSeen, Event, Forget, Proceed, SaveSlot
+from ..core.messages import Action, CacheSeen, Event, Forget, Proceed, SaveSlot, SlotsLook
 from .count import PromptCount
 from .kvplace import open_store
 from .lane_settings import EngineSettings
@@ -22,7 +23,7 @@ from .metrics import Metrics
 from .metrics_inject import InjectMeter
 from .ports import Upstream
 from .readprompt import PromptReader
-from .slot_ports import SlotsFound, SlotStore
+from .slot_ports import SlotMode, SlotsFound, SlotStore
 from .slotjobs import Job
 from .slotlane import SlotLane
 from .slotwork import UNPLANNED, Opening, SlotWork
@@ -81,6 +82,17 @@ class Inject:
         """How many jobs were begun so far."""
         return self.work.jobs.begun if self.work is not None else 0
 
+    def status(self, now: float) -> tuple[Mapping[str, Any] | None, str]:
+        """(what ``SlotVerify.status`` tells, or None, and then why slots are never asked about)."""
+        if self.lane is not None:
+            return self.lane.verify.status(now), ""
+        return None, "this kind of backend has no slots" if self._adapter.slots is None else "inject.mode is off"
+
+    @property
+    def mode(self) -> SlotMode:
+        """How slots are used now."""
+        return "soft" if self.lane is None else self.lane.verify.found.mode
+
     # --- the backend --------------------------------------------------------------------------------------------------
 
     @property
@@ -108,6 +120,15 @@ class Inject:
         if self.lane is not None:
             await self.lane.same_process()
 
+    @property
+    def silent(self) -> bool:
+        """Whether slots are used, and the runtime was not heard for so long that it may be another by now."""
+        return self.active and self.lane is not None and self.lane.silent
+
+    async def look(self) -> SlotsLook | None:
+        """See :meth:`SlotLane.look`."""
+        return await self.lane.look() if self.active and self.lane is not None else None
+
     def slots_seen(self, ours: int, working: int) -> None:
         """So many slots work, and so many seats are taken."""
         if self.lane is not None:
@@ -129,7 +150,12 @@ class Inject:
 
     async def open(self, stream: Stream) -> Opening | None:
         """See :class:`SlotWork`."""
-        return UNPLANNED if self.work is None else await self.work.open(stream)
+        if self.work is None or self.lane is None:
+            return UNPLANNED
+        opening = await self.work.open(stream)
+        if opening is not None and self.active:
+            self.lane.admitted(stream)
+        return opening
 
     def started(self, stream: Stream) -> None:
         """Its headers came."""

@@ -44,6 +44,10 @@ Settle = Callable[[Stream, "KVStreamError | None"], None]
 Park = Callable[[Stream], None]
 
 
+class _PlanGone(Exception):
+    """The backend was loading: a plan that was made before relies on slots that are gone."""
+
+
 class Runner:
     """See the module. ``settle(stream, error)`` ends a request, ``park(stream)`` its leg alone, ``post`` hands an
     event to the scheduler."""
@@ -83,6 +87,8 @@ class Runner:
                 if opening is not None:
                     await self._perform(stream, opening, goes_on)
             error = None
+        except _PlanGone:
+            opening, error = None, None
         except KVStreamError as caught:
             error = caught
         except Exception as bug:
@@ -108,7 +114,7 @@ class Runner:
         pool_can_overflow = capacity is not None and capacity.limits.mode is PoolMode.UNIFIED
         hooks = PumpHooks(
             produced=self._on_produced, progress=partial(self._guard.progress, stream),
-            loading=partial(self._patience.loading, stream), busy=partial(self._patience.busy, stream),
+            loading=partial(self._loading, stream), busy=partial(self._patience.busy, stream),
             usage_refused=self._on_usage_refused,
             started=partial(self._inject.started, stream), bound=partial(self._parking.bind, stream))
         return Pump(
@@ -116,6 +122,13 @@ class Runner:
             include_usage=not self._usage_refused and (settings.include_usage or stream.request.include_usage),
             passthrough=settings.passthrough,
             watched=stream.tokens_max is None and pool_can_overflow)
+
+    async def _loading(self, stream: Stream) -> None:
+        """What loads now had other slots, or none: what was planned for those is planned again once it is up."""
+        await self._patience.loading(stream)
+        lease = stream.lease
+        if lease is not None and lease.plan is not None and not lease.resumes and self._may_queue_again(stream):
+            raise _PlanGone
 
     def _on_produced(self, rid: RequestId, tokens: int) -> None:
         self._post(Produced(rid, tokens))

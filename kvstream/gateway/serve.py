@@ -44,6 +44,7 @@ from .proxy import Proxy
 from .reload import Reloader
 from .router import Router
 from .settings import access_settings, access_warnings, coalesce_settings, embedded_spec, proxy_settings
+from .status_inject import preemption_json
 from .stream import Stream
 
 log = logging.getLogger("kvstream.serve")
@@ -205,8 +206,8 @@ def _extra_status(reloader: Reloader, lanes: Lanes, embedded: EmbeddedServer | N
         "retiring": [{"name": lane.name, "requests": len(lane.engine.streams)} for lane in lanes.retiring],
         "kv_type": config.memory.dtype,
         "attention": config.attention.backend,
-        "preemption": {"policy": config.scheduler.preemption_policy, "active": False,
-                       "why": "saving and restoring KV through /slots is not built yet"},
+        "preemption": preemption_json(
+            config.scheduler.preemption_policy, [lane.engine.inject.mode for lane in lanes.all]),
     }
     if embedded is not None:
         snapshot = attrs.asdict(embedded.snapshot())

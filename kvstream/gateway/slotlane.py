@@ -10,7 +10,9 @@ was not heard for a second, it is asked whether it is still the same (``same_pro
 from __future__ import annotations
 
 import logging
+from collections import deque
 from collections.abc import Callable
+from typing import Literal
 
 import trio
 
@@ -32,6 +34,8 @@ log = logging.getLogger("kvstream.slots")
 SILENCE_S = 1.0  # the runtime was heard so lately that it is the one we know
 ASK_TIMEOUT_S = 3.0
 AGAIN_S = (10.0, 30.0, 90.0, 300.0)  # after a check that was not settled; the last from then on
+FORK_S = 60.0  # so long after a fork was saved, restoring it is what others waited for
+FORKS_KEPT = 32
 BUSY = SlotsFound("soft", None, "it had requests of ours when it was to be asked", settled=False)
 
 OpenStore = Callable[[SlotsFound], SlotStore]
@@ -58,6 +62,7 @@ class SlotLane:
         self._tries = 0
         self._again_at = float("inf")
         self._process = ""
+        self._forked: deque[tuple[str, float]] = deque(maxlen=FORKS_KEPT)  # files that others wait for, and since when
         self._heard_at = float("-inf")
 
     @property
@@ -137,6 +142,11 @@ class SlotLane:
         """The runtime whose answers we know has answered."""
         self._heard_at = trio.current_time()
 
+    @property
+    def silent(self) -> bool:
+        """It was not heard for so long that it may be another one by now."""
+        return trio.current_time() - self._heard_at >= SILENCE_S
+
     async def same_process(self) -> bool:
         """Whether what we believe of its slots is of this process, awake. If not, everybody has been told.
 
@@ -144,7 +154,7 @@ class SlotLane:
         *Cancellation*: safe.
         """
         call = self._adapter.process()
-        if call is None or self.rules is None or trio.current_time() - self._heard_at < SILENCE_S:
+        if call is None or self.rules is None or not self.silent:
             return True
         try:
             reply = await self._upstream.request(call, timeout_s=ASK_TIMEOUT_S)
@@ -153,7 +163,7 @@ class SlotLane:
         process = self._adapter.read_process(reply)
         if process and self._process and process != self._process:
             log.info("the runtime is another process than before; nothing is relied on that its slots held")
-            self._post(SlotsLost())
+            self._lost("restart")
             self._other_process()
             return False
         if self._adapter.read_health(reply) == Health.SLEEPING:
@@ -165,6 +175,10 @@ class SlotLane:
     def slept(self) -> None:
         """The runtime sleeps, or slept: its slots are empty."""
         self._heard_at = trio.current_time()  # it is asked once: whoever comes now wakes it
+        self._lost("sleep")
+
+    def _lost(self, why: Literal["restart", "sleep"]) -> None:
+        self._meter.slots_lost(why)
         self._post(SlotsLost())
 
     async def look(self) -> SlotsLook | None:
@@ -186,11 +200,25 @@ class SlotLane:
 
     def saved(self, spec: SaveSpec, event: SlotSaved) -> None:
         """A save ended."""
+        if spec.why == "fork" and event.ok:
+            self._forked.append((spec.name, trio.current_time()))
         self._meter.saved(spec.why, ok=event.ok, bytes=event.bytes, seconds=event.seconds)
 
     def restored(self, event: Restored) -> None:
         """A restore ended."""
         self._meter.restored(ok=event.ok, bytes=event.bytes, seconds=event.seconds)
+
+    def admitted(self, stream: Stream) -> None:
+        """What a request's plan said was done: it is sent now."""
+        plan = stream.lease.plan if stream.lease is not None else None
+        if plan is not None and stream.restored:
+            since = trio.current_time() - FORK_S
+            forked = any(name == plan.restore and at >= since for name, at in self._forked)
+            self._meter.admitted("forked" if forked else "restored")
+        elif plan is None or plan.slot is None:
+            self._meter.admitted("unpinned")
+        else:
+            self._meter.admitted("reused" if plan.tokens_cached and plan.restore is None else "cold")
 
     def prompt_read(self, work: PromptWork) -> None:
         """A call's prompt was read to its end, and the runtime told what it found in its cache."""

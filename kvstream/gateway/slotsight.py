@@ -32,6 +32,25 @@ class SlotSight:
         self.post = post
         self.calls = 0
 
+    async def arrived(self) -> None:
+        """A request came after a silence, before its prompt is counted: is what we believe of the slots still so, and
+        is somebody else at work there? A look tells, while nothing of ours is; a pin to his slot would meet his answer.
+
+        *Errors*: none. *Cancellation*: safe.
+        """
+        silent = self._inject.silent
+        await self._inject.check_process()
+        if not (silent and self._askable and self._is_quiet):
+            return
+        moves, look = self.moves, await self._inject.look()
+        if look is not None and self._is_quiet and self.moves == moves:
+            self.post(look)
+            self.slots_seen(len(look.busy))
+
+    @property
+    def _is_quiet(self) -> bool:
+        return not (self._seats_used() or self._inject.jobs or self._draining)
+
     # --- for those who look at slots ----------------------------------------------------------------------------------
 
     def slot_view(self) -> AtWork:
@@ -64,8 +83,10 @@ class SlotSight:
     # --- for the watcher of the backend -------------------------------------------------------------------------------
 
     async def check(self, report: CapacityReport, *, sleeping: bool) -> Sequence[Event]:
-        """See :meth:`SlotLane.learn`."""
-        quiet = not self._draining and not self._inject.jobs and all(s.scope is None for s in self._live.values())
+        """See :meth:`SlotLane.learn`. Who was granted and turned away waits for what this returns."""
+        quiet = not self._draining and not self._inject.jobs and all(
+            stream.scope is None or (stream.loading_since is not None and not stream.sent)
+            for stream in self._live.values())
         return await self._inject.learn(report, sleeping=sleeping, quiet=quiet)
 
     async def beat(self) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 from urllib.parse import urlsplit, urlunsplit
 
@@ -11,6 +12,7 @@ from ..core.snapshot import RunningView, Snapshot, TierPages
 from ..core.types import RequestId
 from .engine import Engine
 from .router import Lane
+from .status_inject import inject_json
 
 RUNNING_SHOWN_MAX = 256
 MODELS_SHOWN_MAX = 100
@@ -59,6 +61,7 @@ def _lane(lane: Lane, now: float) -> dict[str, Any]:
         "options_alternate": engine.load_options.status(),
         "prefix_hygiene": engine.hygiene.status(),
         "counters": _counters(snapshot),
+        "inject": inject_json(*engine.inject.status(now), snapshot, partial(_name, engine)),
     }
 
 
