@@ -194,7 +194,8 @@ class Engine:
         elif isinstance(action, Preempt):
             self._parking.preempt(stream, action)
         elif isinstance(action, Refuse):
-            error = error_of_refusal(action, wait_s_max=self.settings.wait_s_max)
+            error = self._parking.refusal(stream, action) or error_of_refusal(
+                action, wait_s_max=self.settings.wait_s_max)
             self._settle(stream, error, refused=action.why.value)
         elif isinstance(action, Truncate):
             log.warning("request %d outgrew the pages left in the pool; ended with finish_reason length", stream.rid)

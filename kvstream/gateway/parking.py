@@ -26,9 +26,9 @@ from ..adapters.base import Adapter, Decoder, Done, HttpCall, ProxyRequest
 from ..adapters.routes import route_of
 from ..adapters.slot_calls import Legs, ResumeDecoder, SlotCalls
 from ..adapters.whole import DONE_FRAME
-from ..core.messages import Bound, Ended, Event, Preempt, SlotSaved
-from ..core.types import EndReason
-from ..errors import BackendProtocolError
+from ..core.messages import Bound, Ended, Event, Preempt, Refuse, SlotSaved
+from ..core.types import EndReason, RefuseReason
+from ..errors import BackendProtocolError, KVStreamError, TotalTimeoutError
 from .count import PromptCount, count_exact
 from .lane_settings import EngineSettings
 from .metrics_inject import InjectMeter
@@ -143,6 +143,13 @@ class Parking:
         granted = stream.granted
         stream.give_back()
         stream.granted = granted  # it had its turn, and its client was told how long it waited
+
+    def refusal(self, stream: Stream, action: Refuse) -> KVStreamError | None:
+        """What a stream that has begun is told when its time is over; None: what any is."""
+        if stream.said is None or not stream.said.legs or action.why is not RefuseReason.TIMEOUT:
+            return None
+        total_s = self._settings.times.total_s
+        return TotalTimeoutError(f"the answer took longer than upstream.total_s = {total_s:g} s: it had given way")
 
     def saved(self, stream: Stream, event: SlotSaved) -> None:
         """Its state is in a file."""

@@ -54,10 +54,11 @@ async def whole(folder: Path, path: str, body: dict[str, Any], **how: Any) -> Ca
         return await lane.post(body, path, LOW)
 
 
-async def until_tokens(lane: Lane, tokens: int, *, sent: bool = True) -> None:
-    """Wait until the first stream has so many."""
-    while not any(s.tokens >= tokens and (s.sent or not sent) for s in lane.engine.streams.values()):
-        await trio.sleep(0.0005)
+async def until_tokens(lane: Lane, tokens: int) -> None:
+    """Wait until a stream has so many and goes on, five seconds at most."""
+    with trio.move_on_after(5):
+        while not any(s.tokens >= tokens and s.sent for s in lane.engine.streams.values()):
+            await trio.sleep(0.0005)
 
 
 async def preempted(lane: Lane, path: str, body: dict[str, Any], at: int, *, times: int = 1) -> Call:

@@ -3,13 +3,18 @@ model says the same after the same tokens."""
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
 import pytest
+import trio
 
-from tests.gateway.conftest import CHAT, COMPLETIONS
+from tests.gateway.conftest import CHAT, COMPLETIONS, Call, chat, data_of, text_of
 from tests.gateway.parklane import (
+    HIGH,
+    LOW,
+    NATIVE,
     TOKENS,
     body_of,
     check,
@@ -17,6 +22,7 @@ from tests.gateway.parklane import (
     open_one,
     preempted,
     shape,
+    until_tokens,
     whole,
 )
 
@@ -36,4 +42,198 @@ async def test_case_40_at_every_token_the_text_is_that_of_the_unpreempted_run(
         call = await preempted(lane, path, body, at)
         assert shape(call) == shape(expected)
         assert gave_way(lane) == (1, 1)
+        check(lane)
+
+
+def answer_of(call: Call) -> dict[str, Any]:
+    """An answer in one piece, without what differs from call to call."""
+    value: dict[str, Any] = json.loads(call.body)
+    usage = value.get("usage", {})
+    choice = value["choices"][0] if "choices" in value else value
+    return {"status": call.status, "text": choice.get("text", choice.get("content", choice.get("message"))),
+            "reason": choice.get("finish_reason", choice.get("stop_type")),
+            "usage": [usage.get(name) for name in ("prompt_tokens", "completion_tokens", "total_tokens")],
+            "counts": [value.get(name) for name in ("tokens_predicted", "tokens_evaluated")], "keys": sorted(value)}
+
+
+@pytest.mark.parametrize("at", [1, 2, 3, 7, TOKENS - 1])
+@pytest.mark.parametrize("path", [CHAT, COMPLETIONS, NATIVE])
+async def test_case_40_a_client_that_does_not_stream_gets_the_same_answer(
+    autojump_clock: Any, tmp_path: Path, path: str, at: int
+) -> None:
+    body = body_of(path, stream=False, max_tokens=TOKENS + 6)
+    expected = await whole(tmp_path, path, body)
+    async with open_one(tmp_path) as lane:
+        call = await preempted(lane, path, body, at)
+        assert answer_of(call) == answer_of(expected) and gave_way(lane) == (1, 1)
+        check(lane)
+
+
+@pytest.mark.parametrize("at", range(1, TOKENS, 3))
+async def test_case_40_llamacpps_own_stream(autojump_clock: Any, tmp_path: Path, at: int) -> None:
+    body = body_of(NATIVE, n_predict=TOKENS + 6)
+    expected = data_of((await whole(tmp_path, NATIVE, body)).body)
+    async with open_one(tmp_path) as lane:
+        frames = data_of((await preempted(lane, NATIVE, body, at)).body)
+        assert gave_way(lane) == (1, 1)
+        check(lane)
+
+    def told(frame: dict[str, Any]) -> list[Any]:
+        timings = frame.get("timings", {})
+        names = ("content", "stop", "stop_type", "tokens_predicted", "tokens_evaluated")
+        return [*map(frame.get, names), *map(timings.get, ("cache_n", "prompt_n", "predicted_n"))]
+
+    assert [told(frame) for frame in frames] == [told(frame) for frame in expected]
+
+
+@pytest.mark.parametrize("times", [2, 3, 5])
+async def test_case_40_it_gives_way_three_times_at_most(autojump_clock: Any, tmp_path: Path, times: int) -> None:
+    body = body_of(CHAT, max_tokens=40, stream_options={"include_usage": True})
+    expected = await whole(tmp_path, CHAT, body)
+    async with open_one(tmp_path) as lane:
+        call = await preempted(lane, CHAT, body, 3, times=times)
+        assert shape(call) == shape(expected)
+        assert gave_way(lane) == (min(times, 3),) * 2
+        check(lane)
+
+
+@pytest.mark.parametrize("at", range(1, 9))
+async def test_case_40_an_answer_that_the_model_ends(autojump_clock: Any, tmp_path: Path, at: int) -> None:
+    """Whose next token after the cut may be its last."""
+    knobs, body = {"ends_every": 11}, body_of(CHAT)
+    expected = await whole(tmp_path, CHAT, body, knobs=knobs)
+    assert shape(expected)["finish"] == ["stop"]
+    length = len(text_of(expected.body).split())
+    async with open_one(tmp_path, knobs=knobs) as lane:
+        call = await preempted(lane, CHAT, body, min(at, length - 1))
+        assert shape(call) == shape(expected)
+        check(lane)
+
+
+async def test_case_40_before_its_first_token_it_is_sent_again(autojump_clock: Any, tmp_path: Path) -> None:
+    """In the middle of reading its prompt: its client has nothing yet."""
+    knobs = {"prefill_rate": 100.0, "n_batch": 16}
+    body = {**body_of(CHAT, max_tokens=8), "messages": [{"role": "user", "content": "word " * 150}]}
+    expected = await whole(tmp_path, CHAT, body, knobs=knobs)
+    async with open_one(tmp_path, knobs=knobs, inject={"read_first_s": 3600.0}) as lane:
+        call = lane.start(body, CHAT, LOW)
+        while not any(stream.answered for stream in lane.engine.streams.values()):
+            await trio.sleep(0.01)
+        await trio.sleep(0.5)
+        assert (await lane.post(chat("now", max_tokens=2), headers=HIGH)).status == 200
+        await call.ended.wait()
+        assert shape(call) == shape(expected) and gave_way(lane) == (1, 1)
+        check(lane)
+
+
+# --- what goes wrong --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("how", ["no file", "no restore", "restart", "file gone", "junk"])
+async def test_case_40_whatever_is_lost_the_answer_goes_on(autojump_clock: Any, tmp_path: Path, how: str) -> None:
+    body = body_of(CHAT, max_tokens=TOKENS + 6, stream_options={"include_usage": True})
+    expected = await whole(tmp_path, CHAT, body)
+    async with open_one(tmp_path) as lane:
+        call = lane.start(body, CHAT, LOW)
+        await until_tokens(lane, 5)
+        if how == "no file":
+            lane.runtime.config.disk_bytes = 1
+        urgent = lane.start(chat("now", max_tokens=30), headers=HIGH)
+        await trio.sleep(0.15)
+        assert len(lane.engine.streams) == 2 and gave_way(lane) == (1, 0)
+        files = [path for path in (tmp_path / "slots").iterdir() if path.name.startswith("s")]
+        assert bool(files) == (how != "no file")
+        if how == "no restore":
+            lane.runtime.config.restore_mode = "400_version"
+        elif how == "restart":
+            lane.runtime.restart()
+        for path in files:
+            if how == "file gone":
+                path.unlink()
+            elif how == "junk":
+                path.write_bytes(b"junk")
+        await urgent.ended.wait()
+        await call.ended.wait()
+        assert shape(call) == shape(expected)
+        assert lane.idle() and not lane.runtime.busy_pins
+
+
+@pytest.mark.parametrize("moment", ["stopping", "swapped", "resumed"])
+async def test_case_40_a_client_that_leaves_leaves_nothing(autojump_clock: Any, tmp_path: Path, moment: str) -> None:
+    async with open_one(tmp_path, knobs={"save_s": 0.05}) as lane:
+        call = lane.start(body_of(CHAT, max_tokens=60), CHAT, LOW)
+        await until_tokens(lane, 5)
+        urgent = lane.start(chat("now", max_tokens=10), headers=HIGH)
+        await trio.sleep(0.03 if moment == "stopping" else 0.12)
+        if moment == "resumed":
+            await urgent.ended.wait()
+            await trio.sleep(0.05)
+        call.leave()
+        await urgent.ended.wait()
+        await trio.sleep(1)
+        assert urgent.status == 200 and text_of(urgent.body)
+        check(lane)
+
+
+async def test_case_40_a_drain_waits_for_a_swapped_stream(autojump_clock: Any, tmp_path: Path) -> None:
+    body = body_of(CHAT, max_tokens=TOKENS + 6)
+    expected = await whole(tmp_path, CHAT, body)
+    async with open_one(tmp_path) as lane:
+        call = lane.start(body, CHAT, LOW)
+        await until_tokens(lane, 5)
+        lane.start(chat("now", max_tokens=10), headers=HIGH)
+        await trio.sleep(0.1)
+        assert gave_way(lane) == (1, 0)
+        lane.engine.close(refuse_waiting=True)
+        await lane.engine.wait_idle()
+        assert shape(call) == shape(expected)
+
+
+async def test_case_40_keepalives_go_on_while_it_is_out(autojump_clock: Any, tmp_path: Path) -> None:
+    body = body_of(CHAT, max_tokens=TOKENS)
+    async with open_one(tmp_path, server={"keepalive_s": 1.0}) as lane:
+        call = lane.start(body, CHAT, LOW)
+        await until_tokens(lane, 5)
+        lane.start(chat("now", max_tokens=500), headers=HIGH)
+        await call.ended.wait()
+        assert call.body.count(b": ping") >= 4 or call.body.count(b":\n\n") >= 4
+        assert shape(call)["finish"] == ["length"]
+
+
+async def test_case_40_what_is_out_for_longer_than_its_bound_says_so(autojump_clock: Any, tmp_path: Path) -> None:
+    async with open_one(tmp_path, upstream={"total_s": 3.0}) as lane:
+        call = lane.start(body_of(CHAT, max_tokens=100), CHAT, LOW)
+        await until_tokens(lane, 5)
+        for _ in range(4):
+            lane.start(chat("now", max_tokens=200), headers=HIGH)
+        await call.ended.wait()
+        assert b"upstream.total_s" in call.body and b"[DONE]" not in call.body
+        assert call.ended_at is not None and call.ended_at < 5
+
+
+@pytest.mark.parametrize("more", [
+    {"tools": [{"type": "function", "function": {"name": "f"}}]}, {"response_format": {"type": "json_object"}},
+    {"grammar": "root ::= [a-z]+"}, {"seed": 7}, {"logprobs": True}, {"json_schema": {"type": "object"}},
+])
+async def test_case_40_these_are_never_preempted(autojump_clock: Any, tmp_path: Path, more: dict[str, Any]) -> None:
+    async with open_one(tmp_path) as lane:
+        call = lane.start(body_of(CHAT, max_tokens=30, **more), CHAT, LOW)
+        await until_tokens(lane, 5)
+        await lane.post(chat("now", max_tokens=2), headers=HIGH)
+        await call.ended.wait()
+        assert gave_way(lane) == (0, 0) and shape(call)["finish"] == ["length"]
+
+
+async def test_case_40_two_victims_for_one_with_two_slots(autojump_clock: Any, tmp_path: Path) -> None:
+    bodies = [body_of(CHAT, max_tokens=TOKENS + 6), body_of(COMPLETIONS, max_tokens=TOKENS + 6)]
+    paths = [CHAT, COMPLETIONS]
+    expected = [await whole(tmp_path, path, body) for path, body in zip(paths, bodies, strict=True)]
+    async with open_one(tmp_path, knobs={"slots": 2, "n_ctx": 4096}) as lane:
+        calls = [lane.start(body, path, LOW) for path, body in zip(paths, bodies, strict=True)]
+        await until_tokens(lane, 4)
+        urgent = [lane.start(chat(f"now {i}", max_tokens=8), headers=HIGH) for i in range(2)]
+        for call in (*calls, *urgent):
+            await call.ended.wait()
+        assert [text_of(call.body) for call in calls] == [text_of(call.body) for call in expected]
+        assert gave_way(lane) == (2, 2)
         check(lane)
