@@ -270,7 +270,8 @@ class Inject:
         slot = self.slots.leave(run.rid, now, idle=idle) if self.slots is not None else None
         if slot is not None:
             self._leave_content(run, slot, ledger, now)
-        self.gone.append(run.keys)  # as far as it was not computed, or was gone while it ran
+        if slot is None or slot.keys is not run.keys:
+            self.gone.append(run.keys)  # as far as it was not computed, or was gone while it ran
         self._queue.release(("slot", run.rid), for_good=True)
         self.settle()
 
@@ -279,8 +280,7 @@ class Inject:
         if run.epoch != ledger.epoch or not self._settings.prefix_enabled:
             self.put(slot, (), 0, False)
         elif run.computed:
-            keys = run.keys[: run.tokens // size]
-            self.put(slot, keys, run.tokens + max(0, run.produced - 1), run.exact)
+            self.put(slot, _full(run, size), run.tokens + max(0, run.produced - 1), run.exact)
         elif run.serving and self.costs.prefill.is_known:
             end = now if run.over_at is None else run.over_at
             read = run.tokens_cached + int(READ_SHARE * self.costs.prefill.per_s * (end - run.admitted))
@@ -320,7 +320,7 @@ class Inject:
         gone, self.gone = self.gone, []
         if gone and self.slots is not None and ledger.tree.size:
             held = self._held()
-            for keys in gone:
+            for keys in {id(keys): keys for keys in gone}.values():
                 ledger.forget(keys, held)
 
     def _held(self) -> list[Sequence[PageKey]]:
@@ -365,3 +365,9 @@ class Inject:
                 assert slots is not None, "somebody waits for a slot where there are none"
                 busy = slots.is_starting or slots.is_saving if what == STARTING[1] else what in running
                 assert busy, "somebody waits for a slot that nobody has"
+
+
+def _full(run: Running, page_tokens: int) -> tuple[PageKey, ...]:
+    """The keys of the full pages of a prompt, the same object where those are all."""
+    full = run.tokens // page_tokens
+    return run.keys if len(run.keys) <= full else run.keys[:full]
