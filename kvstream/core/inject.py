@@ -34,6 +34,7 @@ from .types import PageKey, PoolMode, RequestId, SaveSpec, SaveWhy, SlotPlan, Sl
 
 STARTING: Final[Gate] = ("slot", "starting")  # a slot is given away or being saved, and this one has none
 SHARERS_SOUGHT: Final = 8  # how many of the next in line are asked whether they want the same prefix
+FLOAT_PATIENCE_S: Final = 1.0  # how long a float that waits for a quiet moment lets others be given slots
 READ_SHARE: Final = 0.5  # of the time since its admission that a prompt given up was certainly read in
 DECODE_TOKENS_MIN: Final = 8  # an answer of fewer says nothing about how fast a runtime answers
 
@@ -57,6 +58,7 @@ class Inject:
         self._choices: dict[RequestId, Choice] = {}  # as long as nothing changes
         self.covers: dict[int, tuple[tuple[PageKey, ...], int]] = {}  # by slot: its keys, and how many a file has
         self.gone: list[tuple[PageKey, ...]] = []  # what slots held and do not any more
+        self._float_waits_since = 0.0
         self._left_over = 0  # tokens of requests that ended since the runtime last emptied its idle slots
 
     # --- questions --------------------------------------------------------------------------------------------------
@@ -95,8 +97,12 @@ class Inject:
             return None
         choice = self.choice(waiting, ledger, now)
         if choice.slot is None:
-            return STARTING if slots.is_starting or slots.is_saving else None
-        if slots.is_starting and self._queue.holds(STARTING):
+            if not (slots.is_starting or slots.is_saving):
+                return None
+            if not self._queue.holds(STARTING):
+                self._float_waits_since = now
+            return STARTING
+        if slots.is_starting and self._queue.holds(STARTING) and now - self._float_waits_since >= FLOAT_PATIENCE_S:
             return STARTING  # or those that wait for nobody to be on his way might wait for ever
         run = favourite(self._want(waiting, ledger), choice, self._owners(), self.costs, now)
         return None if run is None else ("slot", run.rid)

@@ -171,9 +171,35 @@ def test_a_float_waits_until_every_slot_given_away_is_at_work() -> None:
     play = slotted()
     play.step(ask(1, 64), ask(2, 64, pinnable=False), ask(3, 64, seats=2), expect=["admit 1 slot=0"])
     assert play.why == {2: "slot", 3: "slot"}
-    play.step(ask(4, 64))  # and nobody is pinned past them, or they might wait for ever
-    play.step(*started(1), expect=["admit 2 slot=any", "admit 3 slot=any"])
-    assert play.why == {4: "seat"}
+    play.at(0.5).step(*started(1), ask(4, 64, pinnable=False), ask(5, 64), expect=None)
+    assert play.running == [1, 2, 3]
+
+
+def test_a_float_does_not_wait_for_ever_for_a_quiet_moment() -> None:
+    play = slotted(8)
+    play.step(ask(1, 64), expect=["admit 1 slot=0"])
+    play.step(ask(2, 64, pinnable=False))
+    play.at(0.9).step(ask(3, 64), expect=["admit 3 slot=1"])
+    play.step(*started(1))
+    play.at(1.0).step(ask(4, 64))  # no more, now
+    assert play.why == {2: "slot", 4: "slot"}
+    play.step(*started(3), expect=["admit 2 slot=any", "admit 4 slot=any"])
+
+
+def test_a_retry_waits_for_the_slot_that_has_its_prompt() -> None:
+    play = slotted()
+    play.step(ask(1, 1040, prompt="a"), expect=["admit 1 slot=0"])
+    play.step(*started(1), produced(1))
+    play.at(3).step(ended(1, EndReason.CANCELLED, draining=True))
+    play.step(ask(2, 1040, prompt="a"))
+    assert play.why == {2: "retry"}
+    play.step(idle(1), expect=["admit 2 slot=0 promised=1024"])
+
+
+def test_whoever_waits_for_a_slot_goes_on_when_there_are_none_any_more() -> None:
+    play = slotted()
+    play.step(ask(1, 64), ask(2, 64, pinnable=False), expect=["admit 1"])
+    play.step(m.SlotsKnown(None), expect=["admit 2"])
 
 
 def test_nobody_is_pinned_while_a_float_is_adrift() -> None:
