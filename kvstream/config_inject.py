@@ -31,6 +31,9 @@ class InjectConfig:
     slow_save_s: float = key(
         3.0, "A save that takes longer stops saving for a while: all streams of the runtime stand still meanwhile.",
         unit="seconds", low=0.01)
+    drain_save_s: float = key(
+        5.0, "When KVStream stops, the most it spends on saving what the slots hold, after the last answer.",
+        unit="seconds", low=0, high=3600)
     misses_max: int = key(
         3, "So many restores in a row after which the runtime computed the prompt all the same switch hard inject off, "
            "for that model and build.", unit="restores", low=1, high=1000)

@@ -30,6 +30,7 @@ from .slotwork import UNPLANNED, Opening, SlotWork
 from .stream import Stream
 from .verify import SlotVerify
 
+TICK_S = 0.01
 NO_JOBS: Mapping[int, Job] = MappingProxyType({})
 
 
@@ -42,6 +43,7 @@ class Inject:
                  progress: Callable[[Stream], None], owned: Callable[[], frozenset[int]]) -> None:
         self._post = post
         self._adapter = adapter
+        self._drain_save_s = settings.inject.drain_save_s if settings.inject is not None else 0.0
         self.lane: SlotLane | None = None
         self.work: SlotWork | None = None
         self.meter: InjectMeter | None = None
@@ -214,11 +216,18 @@ class Inject:
                 self.work.proceed(action)
         return True
 
-    async def wait_jobs(self) -> None:
-        """Wait until nothing is being done with any slot."""
-        while jobs := list(self.jobs.values()):
-            await jobs[0].done.wait()
-            await trio.lowlevel.checkpoint()
+    async def wait_saved(self) -> None:
+        """The lane is closing: wait until what its slots hold is saved as far as that is worth it, ``drain_save_s`` at
+        most. *Cancellation*: safe; a save that is under way is not offered later."""
+        if self.work is None:
+            return
+        with trio.move_on_after(self._drain_save_s):
+            while True:
+                await trio.sleep(TICK_S)  # the scheduler takes in what the last one told, and begins the next
+                jobs = list(self.jobs.values())
+                if not jobs:
+                    return
+                await jobs[0].done.wait()
 
 
 def _work_of(usage: UsageNumbers | None) -> PromptWork | None:

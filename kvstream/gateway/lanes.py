@@ -101,6 +101,7 @@ class Lanes:
                     task_status.started(opened)
                     await opened.retired.wait()
                     await engine.wait_idle()
+                    await engine.inject.wait_saved()
                     log.info("backend %s: its last request is done; closed", backend.name)
                     nursery.cancel_scope.cancel()
             finally:

@@ -97,16 +97,25 @@ class Gateway:
         await self.server.stop_listening()
         for lane in self.lanes.all:
             lane.engine.close(refuse_waiting=config.drain_queued == "refuse")
-        with trio.move_on_after(config.drain_s):
+        with trio.move_on_after(config.drain_s) as streams:
             for lane in self.lanes.all:
                 await lane.engine.wait_idle()
             await self.app.wait_idle()
+            streams.deadline = float("inf")
+            await self._save()
             return
         log.warning("server.drain_s = %g s are over; ending %s", config.drain_s, counted(self.streams, "request"))
         for lane in self.lanes.all:
             lane.engine.abort(ShuttingDownError("the gateway is shutting down", retry_after_s=5))
         with trio.move_on_after(LAST_FRAMES_S):
             await self.app.wait_idle()
+        await self._save()
+
+    async def _save(self) -> None:
+        """What the runtimes hold and is worth it goes to disk; each lane has its own bound."""
+        async with trio.open_nursery() as nursery:
+            for lane in self.lanes.all:
+                nursery.start_soon(lane.engine.inject.wait_saved)
 
 
 @asynccontextmanager

@@ -121,7 +121,8 @@ def inject_settings(config: Config) -> InjectSettings:
     return InjectSettings(
         dir=str(Path(inject.dir).expanduser()) if inject.dir else "",
         state_dir=config.embedded.state_dir, disk_bytes_max=inject.disk_bytes_max,
-        files_max=inject.files_max, slow_save_s=inject.slow_save_s, misses_max=inject.misses_max)
+        files_max=inject.files_max, slow_save_s=inject.slow_save_s, misses_max=inject.misses_max,
+        drain_save_s=inject.drain_save_s)
 
 
 def coalesce_settings(config: Config) -> CoalesceSettings:

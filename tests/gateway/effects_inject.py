@@ -21,6 +21,8 @@ from kvstream.gateway.slot_ports import SlotsFound
 from kvstream.gateway.verify import SlotVerify
 from tests.fakes import FakeUpstream, open_runtime
 from tests.gateway.effects import effect, inject_config
+from tests.gateway.hardlane import actions, hard, open_hard
+from tests.gateway.lane import chat
 from tests.gateway.test_kvstore import ids_of, kv_file, save, spec_of, store_at
 from tests.play import submit
 
@@ -33,6 +35,7 @@ __all__ = [
     "test_so_many_bytes_of_saved_kv_are_kept",
     "test_so_many_names_are_used_where_files_cannot_be_seen",
     "test_so_many_restores_without_effect_switch_it_off",
+    "test_what_slots_hold_is_saved_within_so_long_when_it_stops",
 ]
 
 
@@ -132,3 +135,26 @@ async def test_so_many_restores_without_effect_switch_it_off() -> None:
         verify.enter(SlotsFound("hard", SlotRules(4)))
         verdicts = [verify.seen("restored", promised=1000, cached=0) for _ in range(2)]
     assert verdicts == [None, m.SlotsKnown(None)] and verify.found.mode == "soft"
+
+
+@effect("inject.drain_save_s")
+async def test_what_slots_hold_is_saved_within_so_long_when_it_stops(
+    tmp_path: Path, autojump_clock: trio.abc.Clock
+) -> None:
+    """Two prompts are worth a file, a save takes 3 s: within 7 s both are saved, within 4 s one, within none none."""
+    for index, (allowed, saved) in enumerate(((7.0, 2), (4.0, 1), (0.0, 0))):
+        inject = engine_settings(inject_config(drain_save_s=allowed)).inject
+        assert inject is not None and inject.drain_save_s == allowed
+        (folder := tmp_path / str(index)).mkdir()
+        told = hard(folder, inject={"drain_save_s": inject.drain_save_s, "slow_save_s": 60.0})
+        async with open_hard(folder, told, prefill_rate=20.0) as lane:
+            for word in ("alpha ", "beta "):
+                await chat(lane, word * 300, max_tokens=4)
+            lane.runtime.config.save_s = 3.0
+            began, before = trio.current_time(), len(actions(lane.runtime, "save"))
+            lane.engine.close(refuse_waiting=True)
+            await lane.engine.inject.wait_saved()
+            assert trio.current_time() - began <= allowed + 0.1
+            ended = [entry for entry in actions(lane.runtime, "save")[before:] if entry.outcome == "done"]
+            assert len(ended) == saved
+
