@@ -114,6 +114,7 @@ class RuntimeConfig:
     answer_tokens: int | None = 16
     ends_every: int = 0
     model: str = "fake-model"
+    model_path: str = ""  # of its file; empty: one that is not there
     build: str = "b0-fake"
     load_s: float = 0.0
     cold_load_s: float = 0.0

@@ -184,7 +184,8 @@ def slot_object(slot: Slot) -> dict[str, Any]:
 def props(config: RuntimeConfig, n_ctx: int, starts: int = 0, asleep: bool = False) -> dict[str, Any]:
     return {
         "default_generation_settings": {"params": PARAMS, "n_ctx": n_ctx}, "total_slots": config.slots,
-        "model_alias": config.model, "model_ftype": "Q4_1", "model_path": f"/models/{config.model}.gguf",
+        "model_alias": config.model, "model_ftype": "Q4_1",
+        "model_path": config.model_path or f"/models/{config.model}.gguf",
         "modalities": {"vision": bool(config.mmproj), "video": False, "audio": False},
         "media_marker": f"<__media_{starts}__>",
         "endpoint_slots": True, "endpoint_props": False, "endpoint_metrics": config.metrics, "ui": True,

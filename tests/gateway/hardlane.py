@@ -20,6 +20,7 @@ from tests.fakes.runtime import FakeRuntime
 from tests.gateway.lane import Lane, open_lane, settings
 
 PAGE = 16
+HERE = "http://127.0.0.1:9"  # on this machine, so its model's file can be looked at; nobody listens, the fake answers
 
 
 def hard(tmp_path: Path, *, inject: dict[str, Any] | None = None, scheduler: dict[str, Any] | None = None,
@@ -33,9 +34,13 @@ def hard(tmp_path: Path, *, inject: dict[str, Any] | None = None, scheduler: dic
 
 
 def knobs(tmp_path: Path, **more: Any) -> dict[str, Any]:
-    """Those of the runtime: real slot files, small ones."""
+    """Those of the runtime: real slot files, small ones, and a model whose file is here, so that its files outlive
+    it."""
     (tmp_path / "slots").mkdir(exist_ok=True)
-    return {"slots_dir": str(tmp_path / "slots"), "cell_bytes": 256, **more}
+    model = tmp_path / "model.gguf"
+    if not model.exists():
+        model.write_bytes(b"GGUF")
+    return {"model_path": str(model), "slots_dir": str(tmp_path / "slots"), "cell_bytes": 256, **more}
 
 
 @contextmanager
@@ -54,7 +59,7 @@ async def open_hard(tmp_path: Path, told: EngineSettings | None = None, *,
                     wrap: Callable[[Upstream], Upstream] | None = None, **more: Any) -> AsyncIterator[Lane]:
     """A running lane that uses slots; ``more`` are knobs of the runtime."""
     with no_threads():
-        async with open_lane(told or hard(tmp_path), wrap=wrap, **knobs(tmp_path, **more)) as lane:
+        async with open_lane(told or hard(tmp_path), wrap=wrap, base_url=HERE, **knobs(tmp_path, **more)) as lane:
             yield lane
 
 

@@ -70,7 +70,8 @@ def request(content: str = "hello world", *, stream: bool = True, **fields: Any)
 
 @asynccontextmanager
 async def open_lane(engine_settings: EngineSettings | None = None, *,
-                    wrap: Callable[[Upstream], Upstream] | None = None, **knobs: Any) -> AsyncIterator[Lane]:
+                    wrap: Callable[[Upstream], Upstream] | None = None, base_url: str = "http://fake",
+                    **knobs: Any) -> AsyncIterator[Lane]:
     """A running lane. ``knobs`` are the runtime's (``RuntimeConfig``); ``wrap`` puts something before its upstream."""
     runtime = FakeRuntime(RuntimeConfig(**knobs))
     upstream: Upstream = FakeUpstream(runtime)
@@ -78,7 +79,7 @@ async def open_lane(engine_settings: EngineSettings | None = None, *,
         upstream = wrap(upstream)
     kind = OpenAIBackend if knobs.get("dialect") == "openai" else LlamaCppBackend
     metrics = Metrics()
-    engine = Engine(kind(base_url="http://fake"), upstream, engine_settings or settings(), metrics)
+    engine = Engine(kind(base_url=base_url), upstream, engine_settings or settings(), metrics)
     async with trio.open_nursery() as nursery:
         await nursery.start(runtime.run)
         await nursery.start(engine.run)
