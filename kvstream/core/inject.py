@@ -36,6 +36,7 @@ STARTING: Final[Gate] = ("slot", "starting")  # a slot is given away or being sa
 SHARERS_SOUGHT: Final = 8  # how many of the next in line are asked whether they want the same prefix
 FLOAT_PATIENCE_S: Final = 1.0  # how long a float that waits for a quiet moment lets others be given slots
 READ_SHARE: Final = 0.5  # of the time since its admission that a prompt given up was certainly read in
+DECODE_TOKENS_MIN: Final = 8  # an answer of fewer says nothing about how fast a runtime answers
 
 
 class Inject:
@@ -269,7 +270,7 @@ class Inject:
         self.leaders.pop(run.rid, None)
         if not self.is_on:
             return
-        if run.first_at is not None and run.over_at is None:
+        if run.first_at is not None and run.produced >= DECODE_TOKENS_MIN and run.over_at is None:
             self.costs.decode.note(run.produced, now - run.first_at)
         self._left_over += run.tokens + run.produced
         slot = self.slots.leave(run.rid, now, idle=idle) if self.slots is not None else None
@@ -286,11 +287,18 @@ class Inject:
             self.put(slot, (), 0, False)
         elif run.computed:
             self.put(slot, _full(run, size), run.tokens + max(0, run.produced - 1), run.exact)
-        elif run.serving and self.costs.prefill.is_known:
-            end = now if run.over_at is None else run.over_at
-            read = run.tokens_cached + int(READ_SHARE * self.costs.prefill.per_s * (end - run.admitted))
-            keys = run.keys[: max(len(slot.keys), min(read, run.tokens) // size)]
-            self.put(slot, keys, len(keys) * size, False)
+        else:
+            # It may have been begun although nobody saw it. What it shares with what was there is there either way,
+            # but for the last token, which is always computed again.
+            shared, read = min(common_pages(slot.keys, run.keys), (run.tokens - 1) // size), 0
+            if run.serving and self.costs.prefill.is_known:
+                end = now if run.over_at is None else run.over_at
+                read = run.tokens_cached + int(READ_SHARE * self.costs.prefill.per_s * (end - run.admitted))
+            pages = max(shared, min(read, run.tokens) // size)
+            if pages > shared:
+                self.put(slot, run.keys[:pages], pages * size, False)
+            elif shared < len(slot.keys):
+                self.put(slot, slot.keys[:shared], shared * size, slot.exact)
 
     # --- what happens to them ---------------------------------------------------------------------------------------
 

@@ -158,7 +158,9 @@ class SlotEvents:
         self._inject.covers.clear()
         if self._inject.slots is not None and self._inject.slots.saved(event.slot, event.name):
             slot = self._inject.slots.slots[event.slot]
-            if event.ok and len(event.keys) > len(slot.keys) and event.keys[: len(slot.keys)] == slot.keys:
+            # Unless it was lost meanwhile: then it holds nothing.
+            if event.ok and slot.keys and len(event.keys) > len(slot.keys) and (
+                    event.keys[: len(slot.keys)] == slot.keys):
                 self._inject.put(slot, event.keys, event.tokens, True)  # the file told what the answer was
             self._inject.settle()
         rid = event.rid
