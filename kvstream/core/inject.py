@@ -17,14 +17,14 @@ What a slot holds changes here only (``put``), so the ledger hears of all that i
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import islice
 from typing import Final
 
 from . import messages as m
 from .costs import Costs
 from .ledger import Ledger
-from .placement import Choice, Want, choose, choose_unpinned, erase, favourite
+from .placement import Choice, Want, choose, choose_unpinned, erase, favourite, in_the_making
 from .queue import WaitingQueue
 from .saved import SavedStore
 from .settings import SchedulerSettings
@@ -54,7 +54,7 @@ class Inject:
         self.store: SavedStore | None = None
         self.costs = Costs()
         self.leaders: dict[RequestId, Running] = {}
-        self.planned: dict[RequestId, dict[str, SaveWhy]] = {}  # saves of a request's plan that did not end yet
+        self.planned: dict[RequestId, dict[str, SaveSpec]] = {}  # saves of a request's plan that did not end yet
         self._choices: dict[RequestId, Choice] = {}  # as long as nothing changes
         self.covers: dict[int, tuple[tuple[PageKey, ...], int]] = {}  # by slot: its keys, and how many a file has
         self.gone: list[tuple[PageKey, ...]] = []  # what slots held and do not any more
@@ -104,8 +104,21 @@ class Inject:
             return STARTING
         if slots.is_starting and self._queue.holds(STARTING) and now - self._float_waits_since >= FLOAT_PATIENCE_S:
             return STARTING  # or those that wait for nobody to be on his way might wait for ever
-        run = favourite(self._want(waiting, ledger), choice, self._owners(), self.costs, now)
+        want = self._want(waiting, ledger)
+        name = in_the_making(want, choice, self.unsaved(), self.costs)
+        if name is not None:
+            return "slot", name
+        run = favourite(want, choice, self._owners(), self.costs, now)
         return None if run is None else ("slot", run.rid)
+
+    def unsaved(self) -> Iterator[tuple[str, tuple[PageKey, ...]]]:
+        """Names and pages of files that are being written."""
+        for specs in self.planned.values():
+            for spec in specs.values():
+                yield spec.name, spec.keys
+        for slot in self.slots.slots if self.slots is not None else ():
+            if slot.saving:
+                yield slot.saving, slot.keys
 
     def _choose(self, waiting: Waiting, ledger: Ledger, now: float) -> Choice:
         want, slots = self._want(waiting, ledger), self.slots
@@ -192,7 +205,7 @@ class Inject:
     def started(self, run: Running, plan: SlotPlan) -> None:
         """Its plan is on its way to the shell."""
         run.plan = plan
-        if plan.read_first or "fork" in self.planned.get(run.rid, {}).values():
+        if plan.read_first or any(spec.why == "fork" for spec in self.planned.get(run.rid, {}).values()):
             run.reading = plan.read_first
             self.leaders[run.rid] = run
 
@@ -216,7 +229,7 @@ class Inject:
             return None
         spec = self.plan_save(slot.keys, len(slot.keys) * ledger.limits.page_tokens, why, now, gone)
         if spec is not None:
-            self.planned.setdefault(waiting.rid, {})[spec.name] = why
+            self.planned.setdefault(waiting.rid, {})[spec.name] = spec
         return spec
 
     def _is_wanted(self, waiting: Waiting, slot: Slot, choice: Choice, ledger: Ledger, now: float) -> bool:
@@ -267,6 +280,7 @@ class Inject:
             self.store.release(run.rid)
             for name in self.planned.pop(run.rid, ()):
                 self.store.abandon(name)
+                self._queue.release(("slot", name), for_good=True)
         self.leaders.pop(run.rid, None)
         if not self.is_on:
             return
@@ -332,11 +346,11 @@ class Inject:
         """Let the ledger forget the cached pages that no slot holds any more."""
         gone, self.gone = self.gone, []
         if gone and self.slots is not None and ledger.tree.size:
-            held = self._held()
+            held = self.held()
             for keys in {id(keys): keys for keys in gone}.values():
                 ledger.forget(keys, held)
 
-    def _held(self) -> list[Sequence[PageKey]]:
+    def held(self) -> list[Sequence[PageKey]]:
         """What the slots hold, or will when those who run in them end."""
         return [] if self.slots is None else [
             *(slot.keys for slot in self.slots.slots), *(run.keys for _, run in self._owners())]
@@ -356,28 +370,6 @@ class Inject:
         if self.slots is None or not (self.slots.is_starting or self.slots.is_saving):
             self._queue.release(STARTING)
         self.changed()
-
-    def check(self, ledger: Ledger | None) -> None:
-        """Raise AssertionError unless the slots are right, and whoever waits for one has somebody to wait for."""
-        running = self._running
-        assert self.slots is None or self.rules is not None
-        assert self.leaders.keys() <= running.keys() and self.planned.keys() <= running.keys()
-        if self.store is not None:
-            self.store.check()
-        slots = self.slots
-        if slots is not None:
-            slots.check(running.keys())
-            if ledger is not None:
-                ledger.check_held(self._held())
-            for run in running.values():
-                slot, plan = slots.slot_of(run.rid), run.plan
-                assert slot is None or (plan is not None and plan.slot == slot.index), "a request in another slot"
-        for section in self._queue.held():
-            why, what = section.gate
-            if why == "slot":
-                assert slots is not None, "somebody waits for a slot where there are none"
-                busy = slots.is_starting or slots.is_saving if what == STARTING[1] else what in running
-                assert busy, "somebody waits for a slot that nobody has"
 
 
 def _full(run: Running, page_tokens: int) -> tuple[PageKey, ...]:

@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterable
 from math import inf
 from typing import Final
 
-from attrs import evolve, field, frozen
+from attrs import field, frozen
 
 from .costs import Costs
 from .slots import Slot, common_pages
@@ -26,6 +26,7 @@ from .types import PageKey, SavedPrefix
 
 RETURN_SHARE: Final = 0.5  # how likely somebody comes back for what a slot holds
 SAVE_SHARE: Final = 0.25  # a save may cost so much of the time to compute it again
+SAVING_WORTH: Final = 2.0  # a prompt that takes so many times longer to compute than to save waits for its file
 RESTORE_SHARE: Final = 0.9  # a restore has to be so much cheaper than doing without
 
 
@@ -121,6 +122,18 @@ def favourite(
     return found
 
 
+def in_the_making(
+    want: Want, choice: Choice, files: Iterable[tuple[str, tuple[PageKey, ...]]], costs: Costs
+) -> str | None:
+    """Of ``files`` that are being written the one that is worth waiting for: else whoever comes in the moment in which
+    his prefix is saved would compute it again."""
+    for name, keys in files if want.exact else ():
+        more = (common_pages(want.keys, keys) - choice.pages) * want.page_tokens
+        if more > 0 and costs.read_s(more) > SAVING_WORTH * costs.save_s(len(keys) * want.page_tokens):
+            return name
+    return None
+
+
 def rest_s(run: Running, costs: Costs, now: float) -> float:
     """How long a running request is estimated to run on; infinite if nobody knows."""
     left = run.tokens_left
@@ -142,8 +155,3 @@ def erase(free: Iterable[Slot], chosen: Slot | None, used: int, need: int, cells
         held -= slot.tokens
         gone.append(slot)
     return tuple(gone)
-
-
-def without_restore(choice: Choice) -> Choice:
-    """The same slot, without the file."""
-    return evolve(choice, restore=None, pages=0, promised=0)

@@ -25,6 +25,7 @@ from attrs import evolve
 
 from . import messages as m
 from .admission import Admission
+from .inject_check import check_inject
 from .ledger import Ledger
 from .policy import handicap_s, predicted_work
 from .preempt import Preemption
@@ -121,7 +122,7 @@ class Scheduler:
         self._queue.check()
         assert not any(rid in self._queue for rid in self._running), "waiting and running"
         self._admission.check()
-        self._admission.inject.check(self._ledger)
+        check_inject(self._admission.inject, self._queue, self._running, self._ledger)
         self._preemption.check()
         if self._ledger is None:
             assert not self._running

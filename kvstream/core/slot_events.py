@@ -148,7 +148,7 @@ class SlotEvents:
         if spec is None:
             self._inject.let_go(run.rid, alone=True)
         else:
-            self._inject.planned.setdefault(run.rid, {})[spec.name] = "fork"
+            self._inject.planned.setdefault(run.rid, {})[spec.name] = spec
         return [*actions, m.Proceed(run.rid, spec)]
 
     def _saved(self, event: m.SlotSaved, now: float) -> list[m.Action]:
@@ -164,6 +164,8 @@ class SlotEvents:
                 self._inject.put(slot, event.keys, event.tokens, True)  # the file told what the answer was
             self._inject.settle()
         rid = event.rid
-        if rid is not None and self._inject.planned.get(rid, {}).pop(event.name, None) == "fork":
+        spec = self._inject.planned.get(rid, {}).pop(event.name, None) if rid is not None else None
+        self._queue.release(("slot", event.name), for_good=True)
+        if rid is not None and spec is not None and spec.why == "fork":
             self._inject.let_go(rid, alone=not event.ok or event.name in gone)
         return [m.Forget(name) for name in gone]

@@ -143,6 +143,38 @@ def test_what_is_overwritten_is_saved_first_and_comes_back() -> None:
     assert store is not None and store.files == 2
 
 
+def test_whoever_comes_while_his_prefix_is_saved_waits_for_the_file() -> None:
+    play = lane(2)
+    served(play, 1, 640, "a")
+    served(play, 2, 640, "b")
+    served(play, 3, 656, "b")
+    spec = spec_of(play.step(ask(4, 64, prompt="c"), expect=["admit 4 slot=0 save=evict:40"]))
+    play.step(ask(5, 800, prompt="a"))
+    assert play.why == {5: "slot"}
+    play.step(saved(spec, 0, 4), expect=["admit 5 slot=1 save=evict:41 restore promised=640"])
+
+
+def test_a_file_that_comes_to_nothing_is_not_waited_for() -> None:
+    for end in (lambda spec: saved(spec, 0, 4, ok=False), lambda spec: ended(4, EndReason.CANCELLED)):
+        play = lane(2)
+        served(play, 1, 640, "a")
+        served(play, 2, 640, "b")
+        served(play, 3, 656, "b")
+        spec = spec_of(play.step(ask(4, 64, prompt="c"), expect=["admit 4 slot=0 save=evict:40"]))
+        play.step(ask(5, 800, prompt="a"))
+        play.step(end(spec), expect=["admit 5 cached=0"])
+
+
+def test_a_conversation_that_goes_on_while_it_is_saved_waits_for_that() -> None:
+    play = lane()
+    served(play, 1, 640, "a")
+    served(play, 2, 800, "a")
+    spec = spec_of(play.at(5).step(expect=["save 0 why=hot"]))
+    play.step(ask(3, 960, prompt="a"))
+    assert play.why == {3: "slot"}
+    play.step(saved(spec, 0), expect=["admit 3 slot=0 promised=800"])
+
+
 def test_what_is_short_or_cheap_to_compute_is_not_saved() -> None:
     for tokens, rate in ((160, 100.0), (640, 1e6)):
         play = lane(1)
