@@ -40,7 +40,7 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[RealLlama
 
 def gateway_of(llama: RealLlama, files: Path, folder: Path) -> Any:
     return start_gateway(llama.base_url, folder, inject__dir=f"{files}/", inject__read_first_s="0.05",
-                         inject__save_tokens_min="64")
+                         inject__save_tokens_min="64", scheduler__leader_tokens="64")
 
 
 async def hard(gateway: GatewayProcess) -> None:

@@ -135,7 +135,7 @@ def main() -> int:
     options.add_argument("--words", type=int, default=1100)
     args = options.parse_args()
     if args.quick:
-        args.rounds, args.words = min(args.rounds, 2), min(args.words, 300)
+        args.rounds, args.words = 1, min(args.words, 560)  # shorter ones are below leader_tokens
     page = Page("fan-out")
     with workplace() as folder:
         with llama_bare(folder / "direct", threads=args.threads) as bare, \
