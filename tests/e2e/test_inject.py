@@ -160,6 +160,9 @@ async def test_a_restart_of_both_finds_the_prefix_again(tmp_path: Path) -> None:
                     _, turn = await ask(gateway, system_and_user(prefix, f"Question {number}{i}?"))
                     await settled(llama, gateway)
                     seen.append((await llama.metric(COMPUTED) - before, turn))
+                with trio.fail_after(patience(20)):  # it was used again: a slot at rest is saved
+                    while not list(files.glob("*.kv")) and not number:
+                        await trio.sleep(0.1)
                 gateway.terminate()
                 assert await gateway.exit_code(20) == 0
     (cold, _), _, (restored, turn) = seen

@@ -2,10 +2,11 @@
 
     python tests/measure/show_inject_noop.py [--rounds 3] [--talks 10] [--turns 4] [--model FILE.gguf] [--json FILE]
 
-The fake runtime with ``restore_mode=noop_200``, which is what models with recurrent or sliding-window layers do; or,
-with ``--model``, a real llama.cpp server with that model. Two KVStreams before two of them, one with hard inject as it
-is shipped, one with it off, serve the same conversations; in each turn the first goes first, then the other.
-Then: was it switched off, after how many restores, and what are the first tokens' waits from then on?
+Twice the fake runtime: one where no restore has an effect, as with a model of recurrent layers, which the self-check
+sees; and one where only short ones have, as with a sliding window, which shows in the answers alone. Or, with
+``--model``, a real llama.cpp server with that model. Two KVStreams before two of them, one with hard inject as it is
+shipped, one with it off, serve the same conversations; in each turn the first goes first, then the other. Then: was it
+switched off, after how many restores, and what are the first tokens' waits from then on?
 """
 
 from __future__ import annotations
@@ -51,6 +52,9 @@ KNOBS = {"restore_mode": "noop_200", "slots": SLOTS, "n_ctx": SLOTS * CONTEXT, "
          "decode_rate": 100.0, "save_s": 0.01, "restore_s": 0.005}
 
 
+KINDS: dict[str, dict[str, int]] = {"no restore has an effect": {}, "only short ones have": {"window": 64}}
+
+
 @define
 class Seen:
     """One arm. ``ttft_s`` by turn in the order of sending; ``modes`` what it said before each."""
@@ -65,21 +69,21 @@ class Seen:
     restores: float = 0.0
 
 
-def fake(folder: Path) -> contextlib.AbstractContextManager[Child]:
+def fake(folder: Path, kind: str) -> contextlib.AbstractContextManager[Child]:
     files = folder / "slots"
     files.mkdir(parents=True)
     port = free_port()
-    argv = [sys.executable, str(HERE / "inject_fake.py"), str(port), str(files), json.dumps(KNOBS)]
+    argv = [sys.executable, str(HERE / "inject_fake.py"), str(port), str(files), json.dumps(KNOBS | KINDS[kind])]
     return running("fake", argv, port, "/health", folder, env=environment())
 
 
 @contextlib.contextmanager
-def arms(folder: Path, args: Namespace) -> Iterator[list[Arm]]:
+def arms(folder: Path, kind: str, args: Namespace) -> Iterator[list[Arm]]:
     with contextlib.ExitStack() as stack:
         made = []
         for name, mode in zip(ARMS, ("auto", "off"), strict=True):
             place = folder / mode
-            server = stack.enter_context(fake(place) if args.model is None else llama_hard(
+            server = stack.enter_context(fake(place, kind) if args.model is None else llama_hard(
                 place, SLOTS, CONTEXT, model=Path(args.model).resolve(), threads=args.threads))
             env = {"KVSTREAM_INJECT__MODE": mode, "KVSTREAM_INJECT__DIR": f"{place / 'slots'}{os.sep}"}
             made.append(stack.enter_context(
@@ -118,23 +122,23 @@ async def one(arm: Arm, seen: Seen, talk: list[list[dict[str, str]]], i: int, qu
     seen.failed += not heard.served
 
 
-def show(page: Page, seen: list[Seen], real: bool) -> int:
+def show(page: Page, kind: str, seen: list[Seen], real: bool) -> int:
     on, off = seen
     switched = next((i for i, mode in enumerate(on.modes) if mode == "soft"), len(on.modes))
     after = [s.ttft_s[switched:] for s in seen]
     rows = [(s.name, s.modes[-1], f"{s.restores:.0f}", f"{s.ineffective:.0f}", f"{s.computed:.0f}",
              f"{median(s.ttft_s):.3f}", f"{median(part):.3f}", s.failed) for s, part in zip(seen, after, strict=True)]
-    page.table("A server that restores to no effect", ["arm", "mode at the end", "restores", "without effect",
+    page.table(kind, ["arm", "mode at the end", "restores", "without effect",
                "computed", "median first token s", "since it was off", "failed"], rows)
-    page.bar("hard inject switches itself off", f"{on.modes[-1]!r} after {switched} of {len(on.modes)} requests and "
+    page.bar(f"{kind}: hard inject switches itself off", f"{on.modes[-1]!r} after {switched} of {len(on.modes)} requests and "
              f"{on.ineffective:.0f} restores without effect", on.modes[-1] == "soft")
     if after[0]:
         slower = ratio(after[0], after[1])
-        page.bar("first token from then on, on over off, medians, <= 1.05",
+        page.bar(f"{kind}: first token from then on, on over off, medians, <= 1.05",
                  f"{slower:.3f} ({median(after[0]):.3f} s over {median(after[1]):.3f} s)", slower <= 1.05)
-    page.bar("over the whole run, for comparison", f"{ratio(on.ttft_s, off.ttft_s):.3f}", None)
+    page.bar(f"{kind}: over the whole run, for comparison", f"{ratio(on.ttft_s, off.ttft_s):.3f}", None)
     differ = sum(a != b for a, b in zip(on.texts, off.texts, strict=True))
-    page.bar("no request fails, and every text is the same", f"{on.failed} failed, {differ} of {len(on.texts)} differ",
+    page.bar(f"{kind}: no request fails, and every text is the same", f"{on.failed} failed, {differ} of {len(on.texts)} differ",
              not on.failed and (real or not differ))
     return switched
 
@@ -160,12 +164,15 @@ def main() -> int:
     if args.quick:
         args.talks, args.turns = 6, 3
     page = Page("restores without effect")
-    with workplace() as folder, arms(folder, args) as both:
-        seen = trio.run(measure, both, args)
-    page.data["arms"] = [{"name": s.name, "ttft_s": s.ttft_s, "modes": s.modes, "computed": s.computed,
-                          "restores": s.restores, "ineffective": s.ineffective, "failed": s.failed} for s in seen]
-    switched = show(page, seen, args.model is not None)
-    plot(args.plot, "A server that restores to no effect", draw(seen, switched))
+    for number, kind in enumerate(KINDS if args.model is None else [args.model]):
+        tell(kind)
+        with workplace() as folder, arms(folder, kind, args) as both:
+            seen = trio.run(measure, both, args)
+        page.data[kind] = [{"name": s.name, "ttft_s": s.ttft_s, "modes": s.modes, "computed": s.computed,
+                            "restores": s.restores, "ineffective": s.ineffective, "failed": s.failed} for s in seen]
+        switched = show(page, kind, seen, args.model is not None)
+        file = args.plot and args.plot.with_stem(args.plot.stem + (f"-{number + 1}" if number else ""))
+        plot(file, f"Restores without effect: {kind}", draw(seen, switched))
     return page.close(args.json)
 
 

@@ -26,6 +26,7 @@ from inject_rig import (
     Arm,
     chat,
     counted,
+    get,
     kvstream_arm,
     llama_bare,
     llama_hard,
@@ -39,7 +40,7 @@ from inject_rig import (
     words,
     workplace,
 )
-from inject_sums import ratio
+from inject_sums import ratio, samples, total
 
 SLOTS, CONTEXT, ANSWER = 4, 2048, 8
 
@@ -77,6 +78,10 @@ async def before(arm: Arm, asked: Asked, prefix: str) -> None:
         setattr(asked, name, heard.ttft_s)
         asked.failed += not heard.served
         await quiet(arm)
+    if arm.gateway is not None:  # what was used again is saved when its slot has rested; at the latest when it ends
+        with trio.move_on_after(8):
+            while not total(samples((await get(arm.url, "/metrics")).text), "kvstream_inject_saves_total"):
+                await trio.sleep(0.5)
 
 
 async def after(arm: Arm, asked: Asked, prefix: str) -> None:
