@@ -130,7 +130,8 @@ def show(page: Page, kind: str, seen: list[Seen], real: bool) -> int:
              f"{median(s.ttft_s):.3f}", f"{median(part):.3f}", s.failed) for s, part in zip(seen, after, strict=True)]
     page.table(kind, ["arm", "mode at the end", "restores", "without effect",
                "computed", "median first token s", "since it was off", "failed"], rows)
-    page.bar(f"{kind}: hard inject switches itself off", f"{on.modes[-1]!r} after {switched} of {len(on.modes)} requests and "
+    page.bar(f"{kind}: hard inject switches itself off",
+             f"{on.modes[-1]!r} after {switched} of {len(on.modes)} requests and "
              f"{on.ineffective:.0f} restores without effect", on.modes[-1] == "soft")
     if after[0]:
         slower = ratio(after[0], after[1])
@@ -138,7 +139,8 @@ def show(page: Page, kind: str, seen: list[Seen], real: bool) -> int:
                  f"{slower:.3f} ({median(after[0]):.3f} s over {median(after[1]):.3f} s)", slower <= 1.05)
     page.bar(f"{kind}: over the whole run, for comparison", f"{ratio(on.ttft_s, off.ttft_s):.3f}", None)
     differ = sum(a != b for a, b in zip(on.texts, off.texts, strict=True))
-    page.bar(f"{kind}: no request fails, and every text is the same", f"{on.failed} failed, {differ} of {len(on.texts)} differ",
+    page.bar(f"{kind}: no request fails, and every text is the same",
+             f"{on.failed} failed, {differ} of {len(on.texts)} differ",
              not on.failed and (real or not differ))
     return switched
 
