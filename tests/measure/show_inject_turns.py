@@ -178,7 +178,7 @@ def main() -> int:
     options.add_argument("--answer", type=int, default=24, help="tokens")
     args = options.parse_args()
     if args.quick:
-        args.talks, args.turns, args.words, args.answer = 6, 3, 100, 8
+        args.talks, args.turns, args.words, args.answer = 6, 3, 280, 8  # less is not saved
     page = Page("conversations")
     with workplace() as folder, arms(folder, args) as all_arms:
         runs = trio.run(measure, all_arms, args)
