@@ -17,8 +17,11 @@ from kvstream.adapters.base import HttpCall
 from kvstream.gateway.slotplace import SlotPlace
 from kvstream.gateway.verify import QUIET_S
 from tests.fakes.journal import Entry
+from tests.gateway.conftest import CHAT
+from tests.gateway.conftest import chat as one_chat
 from tests.gateway.hardlane import actions, check_wire, hard, open_hard, slot_of
 from tests.gateway.lane import Lane, chat, open_lane
+from tests.gateway.parklane import HIGH, LOW, body_of, open_one, until_tokens
 
 WORDS = ["amber", "birch", "cedar", "dune", "ember", "fjord", "grove", "heath", "islet", "jade"]
 
@@ -254,3 +257,22 @@ async def test_the_servers_counters_and_ours_agree(tmp_path: Path, autojump_cloc
         assert count(lane, "inject_admissions_total", how="forked") >= 1
         hows = ("reused", "restored", "forked", "cold", "unpinned")
         assert sum(count(lane, "inject_admissions_total", how=how) for how in hows) == 6
+
+
+async def test_metrics_and_status_of_a_request_that_gave_way(tmp_path: Path, autojump_clock: trio.abc.Clock) -> None:
+    async with open_one(tmp_path) as lane:
+        def value(name: str, **labels: str) -> float:
+            return lane.metrics.registry.get_sample_value(f"kvstream_{name}", {"backend": "default", **labels}) or 0.0
+
+        call = lane.start(body_of(CHAT, max_tokens=60), CHAT, LOW)
+        await until_tokens(lane, 5)
+        urgent = lane.start(one_chat("now", max_tokens=50), headers=HIGH)
+        await trio.sleep(0.2)
+        assert (value("preemptions_total", how="swap"), value("swapped_out")) == (1, 1)
+        inject = (await lane.status())["inject"]
+        assert inject["mode"] == "hard" and inject["store"]["files"] == 1
+        assert [slot["state"] for slot in inject["slots"]] == ["owned"]
+        await urgent.ended.wait()
+        await call.ended.wait()
+        assert (value("preempted_resumed_total"), value("swapped_out")) == (1, 0)
+        assert value("inject_saves_total", why="swap", outcome="ok") == 1
