@@ -16,7 +16,8 @@ import trio
 from kvstream.adapters.base import HttpCall
 from kvstream.gateway.slotplace import SlotPlace
 from kvstream.gateway.verify import QUIET_S
-from tests.fakes.journal import Entry
+from tests.fakes.journal import Entry, FakeRequest
+from tests.fakes.script import Script
 from tests.gateway.conftest import CHAT
 from tests.gateway.conftest import chat as one_chat
 from tests.gateway.hardlane import actions, check_wire, hard, open_hard, slot_of
@@ -160,10 +161,32 @@ async def test_case_56_after_a_restart_nothing_is_relied_on_and_what_was_saved_i
         restores = [e for e in actions(lane.runtime, "restore") if e.received_at >= at and identity_of(lane)
                     in e.request.json["filename"]]
         assert bool(restores) == restored
+        if not load_s and not wait_s:  # seen by the request itself, before the watcher looked
+            assert count(lane, "inject_slots_lost_total", why="restart") == 1
         assert count(lane, "inject_slots_lost_total", why="missed") == count(lane, "restore_ineffective_total") == 0
         assert (last_call(lane).jobs[0].cached > 350) == restored
         await grow(lane, 1, began=4)
         assert last_call(lane).jobs[0].cached > 350
+        check_wire(lane.runtime)
+
+
+async def test_case_56_what_was_planned_for_the_process_before_is_planned_again(
+        tmp_path: Path, autojump_clock: trio.abc.Clock) -> None:
+    """It restarts in the instant in which a request, which is to find its prompt in its slot, gets there."""
+    async with same_model(), open_hard(tmp_path, prefill_rate=500.0) as lane:
+        await grow(lane, 3)
+
+        def restarts(request: FakeRequest) -> bool:
+            if request.path != CHAT:
+                return False
+            lane.runtime.restart()
+            return True
+
+        loading = b'{"error": {"code": 503, "message": "Loading model", "type": "unavailable_error"}}'
+        lane.runtime.script(Script(status=503, script=[(0, loading)]), when=restarts)
+        await grow(lane, 1, began=3)
+        assert count(lane, "inject_slots_lost_total", why="missed") == count(lane, "restore_ineffective_total") == 0
+        assert last_call(lane).status == 200 and last_call(lane).jobs[0].cached > 350
         check_wire(lane.runtime)
 
 
