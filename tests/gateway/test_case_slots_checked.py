@@ -195,7 +195,7 @@ async def test_case_56_a_swapped_model_gets_nothing_of_the_other_ones(
     async with same_model(), open_hard(tmp_path, prefill_rate=500.0) as lane:
         await grow(lane, 3)
         identity = identity_of(lane)
-        lane.runtime.config.model = "another"
+        lane.runtime.config.model, lane.runtime.config.model_path = "another", "/models/another.gguf"
         lane.runtime.restart()
         at = trio.current_time()
         await grow(lane, 3, began=3)
