@@ -36,6 +36,7 @@ STARTING: Final[Gate] = ("slot", "starting")  # a slot is given away or being sa
 SHARERS_SOUGHT: Final = 8  # how many of the next in line are asked whether they want the same prefix
 FLOAT_PATIENCE_S: Final = 1.0  # how long a float that waits for a quiet moment lets others be given slots
 READ_SHARE: Final = 0.5  # of the time since its admission that a prompt given up was certainly read in
+DECODE_TOKENS_MIN: Final = 8  # an answer of fewer says nothing about how fast a runtime answers
 
 
 class Inject:
@@ -235,8 +236,8 @@ class Inject:
         pages, least = choice.pages, self._settings.leader_tokens
         if not (0 < least <= pages * ledger.limits.page_tokens and choice.promised and self.save_min):
             return False
-        if self.covered(slot) >= pages:
-            return False
+        if pages > len(slot.keys) or self.covered(slot) >= pages:
+            return False  # more than has keys: an answer of its own, left there when it gave way
         last = slot.keys[pages - 1]
         return any(
             other is not waiting and other.exact and len(other.keys) >= pages and other.keys[pages - 1] == last
@@ -283,7 +284,7 @@ class Inject:
         self.leaders.pop(run.rid, None)
         if not self.is_on:
             return
-        if run.first_at is not None and run.over_at is None:
+        if run.first_at is not None and run.produced >= DECODE_TOKENS_MIN and run.over_at is None:
             self.costs.decode.note(run.produced, now - run.first_at)
         self._left_over += run.tokens + run.produced
         slot = self.slots.leave(run.rid, now, idle=idle) if self.slots is not None else None

@@ -36,7 +36,7 @@ SHARES_COUNTED_MAX: Final = 256  # clients beyond which ``ahead`` takes a bound 
 class WaitingQueue:
     """All waiting requests of one lane. ``ageing_s`` of waiting make up for one class."""
 
-    __slots__ = ("_ageing_s", "_by_rid", "_deadlines", "_open", "_sections", "_shares", "_weights", "bytes")
+    __slots__ = ("_ageing_s", "_by_rid", "_deadlines", "_open", "_pushes", "_sections", "_shares", "_weights", "bytes")
 
     def __init__(self, ageing_s: float) -> None:
         self._ageing_s = ageing_s
@@ -45,7 +45,8 @@ class WaitingQueue:
         self._weights: tuple[dict[float, int], ...] = tuple({} for _ in Priority)  # clients by weight, per class
         self._sections: dict[Gate, Section] = {OPEN: Section(OPEN)}
         self._open: dict[Gate, Section] = dict(self._sections)
-        self._deadlines: list[tuple[float, int, Waiting]] = []
+        self._deadlines: list[tuple[float, int, int, Waiting]] = []
+        self._pushes = 0  # breaks ties: one that comes back has the number of its first life, which may still be there
         self.bytes = 0
 
     def __len__(self) -> int:
@@ -72,7 +73,8 @@ class WaitingQueue:
         share.count += 1
         self._weigh(share, min(max(WEIGHT_MIN, waiting.weight), WEIGHT_MAX))
         self._enter(waiting)
-        heappush(self._deadlines, (waiting.deadline, waiting.seq, waiting))
+        self._pushes += 1
+        heappush(self._deadlines, (waiting.deadline, waiting.seq, self._pushes, waiting))
 
     def remove(self, rid: RequestId, granted: float | None = None) -> Waiting:
         """Take a request out; ``granted`` is the time when it leaves for a seat, its client's turn."""
@@ -92,7 +94,7 @@ class WaitingQueue:
                 if (flow.claim, flow.place) != (flow.claim_of_head(), flow.place_of_head()):
                     flow.section.replace(flow)
         if len(self._deadlines) > 2 * len(self._by_rid) + DEADLINE_SLACK:
-            self._deadlines = [(w.deadline, w.seq, w) for w in self._by_rid.values()]
+            self._deadlines = [(w.deadline, w.seq, n, w) for n, w in enumerate(self._by_rid.values())]
             heapify(self._deadlines)
         return waiting
 
@@ -225,13 +227,13 @@ class WaitingQueue:
     def expired(self, now: float) -> Iterator[Waiting]:
         """Requests whose deadline has come, still in the queue: the caller removes each before asking for the next."""
         while self._deadlines and self._deadlines[0][0] <= now:
-            _, _, waiting = heappop(self._deadlines)
+            _, _, _, waiting = heappop(self._deadlines)
             if self._by_rid.get(waiting.rid) is waiting:
                 yield waiting
 
     def next_deadline(self) -> float | None:
         while self._deadlines:
-            deadline, _, waiting = self._deadlines[0]
+            deadline, _, _, waiting = self._deadlines[0]
             if self._by_rid.get(waiting.rid) is waiting:
                 return deadline if deadline < inf else None
             heappop(self._deadlines)
@@ -287,5 +289,5 @@ class WaitingQueue:
         for level, weights in enumerate(self._weights):
             heavy = [share.weight for share in self._shares.values() if share.level == level]
             assert sum(weights.values()) == len(heavy) and set(weights) == set(heavy), "weights miscounted"
-        due = {id(entry[2]) for entry in self._deadlines}
+        due = {id(entry[3]) for entry in self._deadlines}
         assert all(id(w) in due for w in listed), "a waiting request without a deadline"

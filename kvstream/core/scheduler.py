@@ -82,6 +82,7 @@ class Scheduler:
             self._turn_away(waiting, RefuseReason.TIMEOUT, self._rate.wait_s(now, len(self._queue) - 1))
         if self._ledger is not None:
             self._ledger.expire(now)
+            self._actions += self._slot_events.expire(now)
             self._admission.inject.tell(self._ledger)
             if self._up:
                 self._actions += self._admission.run(self._ledger, now)

@@ -43,6 +43,11 @@ class SlotEvents:
         self._inject.changed()
         return [m.Forget(name) for name in gone]
 
+    def expire(self, now: float) -> list[m.Action]:
+        """What was kept over a bound only because it was in use goes when it is not."""
+        store = self._inject.store
+        return [] if store is None else [m.Forget(name) for name in store.expire(now)]
+
     def apply(self, event: m.Event, ledger: Ledger | None, now: float) -> list[m.Action]:
         """An event of hard inject."""
         actions: list[m.Action] = []

@@ -143,8 +143,17 @@ class InjectMachine(RuleBasedStateMachine):
                   self.seen())
 
     def seen(self) -> m.SlotsLook:
-        return m.SlotsLook(tuple(len(slot.tokens) for slot in self.runtime.slots),
-                           frozenset(i for i, slot in enumerate(self.runtime.slots) if slot.busy is not None))
+        return m.SlotsLook(tuple(None if self.is_alike(i) else len(slot.tokens) for i, slot in enumerate(
+            self.runtime.slots)), frozenset(i for i, slot in enumerate(self.runtime.slots) if slot.busy is not None))
+
+    def is_alike(self, index: int) -> bool:
+        """Something else of the same length is there, which a look at numbers of tokens cannot tell. Left out here: it
+        costs a promise, which the verifier notices."""
+        slots = self.scheduler._admission.inject.slots
+        if slots is None or index >= len(slots.slots):
+            return False
+        believed, real = slots.slots[index], self.runtime.slots[index].tokens
+        return keys_for(real)[: len(believed.keys)] != believed.keys and abs(len(real) - believed.tokens) <= 1
 
     def step(self, *events: m.Event) -> None:
         note(f"at {self.now:g}: " + "; ".join(map(shortly, events)))
@@ -576,7 +585,7 @@ class InjectMachine(RuleBasedStateMachine):
                 continue  # it went bad, or is about to be told: the restore fails
             assert keys_for(real)[: len(entry.keys)] == entry.keys, "a wrong prefix is offered"
         assert self.said <= {entry.name for entry in store.entries()}, "something saved was lost"
-        assert store.bytes <= self.settings.saved_bytes_max or self.calls
+        assert store.bytes <= self.settings.saved_bytes_max or store._holds
 
     @invariant()
     def an_idle_lane_serves(self) -> None:

@@ -11,6 +11,8 @@ from hypothesis import strategies as st
 
 from kvstream.core import messages as m
 from kvstream.core.policy import handicap_s, predicted_work
+from kvstream.core.queue import WaitingQueue
+from kvstream.core.state import Waiting
 from tests.play import Play, ended, produced, submit
 
 
@@ -234,3 +236,13 @@ def test_ageing_of_a_heavy_client_begins_anew_with_each_grant_also_behind_a_gate
     play.at(1).step(ended(1), expect=["admit 5"])
     for now, (over, admitted) in enumerate([(5, 2), (2, 4)], 9):  # the check of the books is the test
         play.at(now).step(ended(over), expect=[f"admit {admitted}"])
+
+
+def test_one_that_comes_back_may_meet_its_first_life_among_the_deadlines() -> None:
+    """A preempted request is put back with the number and the deadline that it had: the two cannot be compared."""
+    queue = WaitingQueue(30.0)
+    for _ in range(3):
+        queue.add(Waiting.of(submit(1, 16), 0.0, 5.0, 7))
+        queue.remove(submit(1, 16).rid)
+    queue.add(Waiting.of(submit(2, 16), 0.0, 6.0, 8))
+    assert [waiting.rid for waiting in queue.expired(6.0)] == [2]
