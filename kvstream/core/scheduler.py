@@ -144,7 +144,7 @@ class Scheduler:
             running=tuple(RunningView.of(run, now) for run in self._running.values()),
             up=self._up,
             closing=self._closing,
-            held=self._queue.held_by_why(),
+            held=self._queue.held_by_why() if self._blocked != "backend" else {},
             limit=self._admission.throttle.limit,
             seats=Seats(
                 self._admission.seats(ledger), self._admission.seats_used,

@@ -152,7 +152,8 @@ def slot_views(slots: SlotMap | None) -> tuple[SlotView, ...]:
 
 @frozen
 class Snapshot:
-    """``waiting`` is capped, ``waiting_total`` is not. ``held`` counts those that wait behind a gate, by its reason.
+    """``waiting`` is capped, ``waiting_total`` is not. ``held`` counts those that wait behind a gate, by its reason
+    (none while the backend is not there).
     ``limit`` is how many may run while the lane is narrowed (None: it is not). ``limits`` is None before the first
     ``BackendUp``. ``slots`` is empty where nothing is pinned, ``store`` None where nothing is saved."""
 

@@ -269,3 +269,11 @@ def test_everybody_is_told_why_it_waits() -> None:
     play = Play(pages=8)
     play.step(submit(1, 64, 16), submit(2, 64, 16), submit(3, 64, 16), expect=["admit 1"])
     assert play.why == {2: "pages", 3: "pages"}
+
+
+def test_without_a_backend_nobody_waits_for_a_gate() -> None:
+    play = Play(long_prefill_tokens=100)
+    play.step(submit(1, 300), submit(2, 300), expect=["admit 1"])
+    assert play.see().held == {"long_prefill": 1}
+    play.step(m.BackendDown())
+    assert play.why == {2: "backend"} and play.see().held == {}
