@@ -6,10 +6,17 @@ from __future__ import annotations
 import json
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import trio
 
+from kvstream.adapters.base import Delta
+from kvstream.core.messages import Preempt
+from kvstream.core.types import Priority
+from kvstream.gateway.request import parse_request
+from kvstream.gateway.said import Said
+from tests.fakes.upstream import FakeResponse
 from tests.gateway.conftest import CHAT, COMPLETIONS, Call, chat, data_of, text_of
 from tests.gateway.parklane import (
     HIGH,
@@ -42,7 +49,7 @@ async def test_case_40_at_every_token_the_text_is_that_of_the_unpreempted_run(
         call = await preempted(lane, path, body, at)
         assert shape(call) == shape(expected)
         assert gave_way(lane) == (1, 1)
-        check(lane)
+        await check(lane)
 
 
 def answer_of(call: Call) -> dict[str, Any]:
@@ -66,7 +73,7 @@ async def test_case_40_a_client_that_does_not_stream_gets_the_same_answer(
     async with open_one(tmp_path) as lane:
         call = await preempted(lane, path, body, at)
         assert answer_of(call) == answer_of(expected) and gave_way(lane) == (1, 1)
-        check(lane)
+        await check(lane)
 
 
 @pytest.mark.parametrize("at", range(1, TOKENS, 3))
@@ -76,7 +83,7 @@ async def test_case_40_llamacpps_own_stream(autojump_clock: Any, tmp_path: Path,
     async with open_one(tmp_path) as lane:
         frames = data_of((await preempted(lane, NATIVE, body, at)).body)
         assert gave_way(lane) == (1, 1)
-        check(lane)
+        await check(lane)
 
     def told(frame: dict[str, Any]) -> list[Any]:
         timings = frame.get("timings", {})
@@ -94,7 +101,7 @@ async def test_case_40_it_gives_way_three_times_at_most(autojump_clock: Any, tmp
         call = await preempted(lane, CHAT, body, 3, times=times)
         assert shape(call) == shape(expected)
         assert gave_way(lane) == (min(times, 3),) * 2
-        check(lane)
+        await check(lane)
 
 
 @pytest.mark.parametrize("at", range(1, 9))
@@ -107,7 +114,7 @@ async def test_case_40_an_answer_that_the_model_ends(autojump_clock: Any, tmp_pa
     async with open_one(tmp_path, knobs=knobs) as lane:
         call = await preempted(lane, CHAT, body, min(at, length - 1))
         assert shape(call) == shape(expected)
-        check(lane)
+        await check(lane)
 
 
 async def test_case_40_before_its_first_token_it_is_sent_again(autojump_clock: Any, tmp_path: Path) -> None:
@@ -123,7 +130,7 @@ async def test_case_40_before_its_first_token_it_is_sent_again(autojump_clock: A
         assert (await lane.post(chat("now", max_tokens=2), headers=HIGH)).status == 200
         await call.ended.wait()
         assert shape(call) == shape(expected) and gave_way(lane) == (1, 1)
-        check(lane)
+        await check(lane)
 
 
 # --- what goes wrong --------------------------------------------------------------------------------------------------
@@ -155,7 +162,7 @@ async def test_case_40_whatever_is_lost_the_answer_goes_on(autojump_clock: Any, 
         await urgent.ended.wait()
         await call.ended.wait()
         assert shape(call) == shape(expected)
-        assert lane.idle() and not lane.runtime.busy_pins
+        await check(lane)
 
 
 @pytest.mark.parametrize("moment", ["stopping", "swapped", "resumed"])
@@ -172,7 +179,7 @@ async def test_case_40_a_client_that_leaves_leaves_nothing(autojump_clock: Any, 
         await urgent.ended.wait()
         await trio.sleep(1)
         assert urgent.status == 200 and text_of(urgent.body)
-        check(lane)
+        await check(lane)
 
 
 async def test_case_40_a_drain_waits_for_a_swapped_stream(autojump_clock: Any, tmp_path: Path) -> None:
@@ -236,4 +243,67 @@ async def test_case_40_two_victims_for_one_with_two_slots(autojump_clock: Any, t
             await call.ended.wait()
         assert [text_of(call.body) for call in calls] == [text_of(call.body) for call in expected]
         assert gave_way(lane) == (2, 2)
-        check(lane)
+        await check(lane)
+
+
+async def test_case_40_what_waits_for_its_reader_is_not_lost(autojump_clock: Any, tmp_path: Path) -> None:
+    """A client that reads nothing for a while: what was decoded for it, and found no room, comes before the rest."""
+    body = body_of(CHAT, max_tokens=60)
+    expected = await whole(tmp_path, CHAT, body)
+    request = parse_request(CHAT, (), json.dumps(body).encode()).proxy
+    async with open_one(tmp_path, server={"stream_buffer_bytes": 4096}) as lane:
+        async with lane.engine.open_stream(request, priority=Priority.LOW) as stream:
+            while not stream.blocked:
+                await trio.sleep(0.001)
+            assert (await lane.post(chat("now", max_tokens=2), headers=HIGH)).status == 200
+            assert gave_way(lane)[0] == 1
+            raw = b""
+            while events := await stream.get():
+                raw += b"".join(getattr(event, "raw", b"") for event in events)
+        assert text_of(raw) == text_of(expected.body) and raw.count(b"[DONE]") == 1
+        await check(lane)
+
+
+@pytest.mark.parametrize("delta", [
+    {"reasoning_content": "hm"}, {"tool_calls": [{"index": 0, "function": {"name": "f", "arguments": ""}}]}])
+def test_case_40_an_answer_with_more_than_text_is_bound(delta: dict[str, Any]) -> None:
+    def chunk(delta: dict[str, Any]) -> Delta:
+        return Delta(b"x", {"choices": [{"index": 0, "delta": delta}]}, 1, delta.get("content") or "")
+
+    said = Said(10)
+    assert said.note(chunk({"role": "assistant", "content": None})) and said.note(chunk({"content": "a"}))
+    assert said.begun and said.text == "a"
+    assert not said.note(chunk(delta))
+    assert not Said(3).note(chunk({"content": "four"}))
+
+
+@pytest.mark.parametrize("path", [CHAT, COMPLETIONS])
+async def test_case_40_at_its_limit_there_is_nothing_left_to_ask_for(
+    autojump_clock: Any, tmp_path: Path, path: str
+) -> None:
+    """Stopped between its last token and the frame that says so."""
+    body = body_of(path, max_tokens=10, stream_options={"include_usage": True})
+    expected = await whole(tmp_path, path, body)
+    receive = FakeResponse.receive
+
+    async def held(response: FakeResponse) -> bytes:
+        data = await receive(response)
+        if b'"finish_reason":"length"' in data and text_of(data) == "" and not seen:
+            seen.append(data)
+            await trio.sleep_forever()
+        return data
+
+    seen: list[bytes] = []
+    async with open_one(tmp_path) as lane:
+        with mock.patch.object(FakeResponse, "receive", held):
+            call = lane.start(body, path, LOW)
+            while not seen:
+                await trio.sleep(0.001)
+            stream = next(iter(lane.engine.streams.values()))
+            lane.engine._act(Preempt(stream.rid, True))
+            await call.ended.wait()
+        mine, real = shape(call), shape(expected)
+        assert {k: v for k, v in mine.items() if k != "keys"} == {k: v for k, v in real.items() if k != "keys"}
+        asked = [json.loads(entry.request.body) for entry in lane.runtime.journal.calls]
+        assert not [body for body in asked if len(body.get("prompt", ())) > 40 and isinstance(body["prompt"], list)]
+        await check(lane)
