@@ -171,7 +171,8 @@ def test_weight_w_means_w_times_the_turns(weights: list[float]) -> None:
     counts = turns({str(n): weight for n, weight in enumerate(weights)}, 300)
     for n, weight in enumerate(weights):
         due = 300 * weight / sum(weights)
-        assert abs(counts[str(n)] - due) <= weight / min(weights) + 1  # the round that was not finished
+        # The round that was not finished, and the fraction that a client's turn is rounded up by.
+        assert abs(counts[str(n)] - due) <= weight / min(weights) + 2
 
 
 def test_weight_one_for_all_is_round_robin() -> None:
