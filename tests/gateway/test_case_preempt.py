@@ -17,7 +17,7 @@ from kvstream.core.types import Priority
 from kvstream.gateway.request import parse_request
 from kvstream.gateway.said import Said
 from tests.fakes.upstream import FakeResponse
-from tests.gateway.conftest import CHAT, COMPLETIONS, Call, chat, data_of, text_of
+from tests.gateway.conftest import CHAT, COMPLETIONS, Call, chat, data_of, metric, text_of
 from tests.gateway.parklane import (
     HIGH,
     LOW,
@@ -306,4 +306,24 @@ async def test_case_40_at_its_limit_there_is_nothing_left_to_ask_for(
         assert {k: v for k, v in mine.items() if k != "keys"} == {k: v for k, v in real.items() if k != "keys"}
         asked = [json.loads(entry.request.body) for entry in lane.runtime.journal.calls]
         assert not [body for body in asked if len(body.get("prompt", ())) > 40 and isinstance(body["prompt"], list)]
+        await check(lane)
+
+
+async def test_case_40_what_it_made_in_all_its_legs_is_what_it_holds(autojump_clock: Any, tmp_path: Path) -> None:
+    """And while it is out it is seen in the metrics."""
+    async with open_one(tmp_path) as lane:
+        call = lane.start(body_of(CHAT, max_tokens=40), CHAT, LOW)
+        for at in (5, 12):
+            await until_tokens(lane, at)
+            urgent = lane.start(chat("now", max_tokens=20), headers=HIGH)
+            await trio.sleep(0.1)
+            waiting = lane.engine.scheduler.snapshot(trio.current_time()).waiting
+            stream = next(s for s in lane.engine.streams.values() if s.priority is Priority.LOW)
+            assert [view.tokens for view in waiting] == [stream.tokens_prompt + stream.tokens]
+            assert metric(lane.metrics, "kvstream_swapped_out", backend="default") == 1
+            await urgent.ended.wait()
+        await call.ended.wait()
+        assert metric(lane.metrics, "kvstream_swapped_out", backend="default") == 0
+        assert metric(lane.metrics, "kvstream_preempted_resumed_total", backend="default") == 2
+        assert metric(lane.metrics, "kvstream_preemptions_total", backend="default", how="swap") == 2
         await check(lane)
