@@ -35,11 +35,12 @@ ANSWER_S_MAX = 600.0
 def llama_bare(folder: Path, *flags: str, model: Path | None = None, threads: str = THREADS,
                ) -> contextlib.AbstractContextManager[Child]:
     """llama.cpp's server as `llama-server -m FILE` starts it, with all its defaults but these: threads, and metrics.
-    ``flags`` are its own. Its log and the default place of nothing else are in ``folder``."""
+    ``flags`` are its own; its log is in ``folder``. Without ``-np`` among them there are four slots of a unified pool:
+    that is the default of `llama-server`, while the wheel's own would be one slot."""
     folder.mkdir(parents=True, exist_ok=True)
     port = free_port()
-    fixed = ["-m", str(model or model_path()), "-t", threads, "-tb", threads, "--metrics", "--host", "127.0.0.1",
-             "--port", str(port)]
+    fixed = ["-m", str(model or model_path()), "-np", "-1", "-t", threads, "-tb", threads, "--metrics",
+             "--host", "127.0.0.1", "--port", str(port)]
     server = FoundServer("xllamacpp")
     return running("llama", child_argv(server, [*fixed, *flags], parent=os.getpid()), port, "/health", folder,
                    env=child_environment(server))
