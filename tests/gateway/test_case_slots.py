@@ -134,6 +134,9 @@ async def test_case_49_where_nothing_is_pinned_starts_are_serialised(
                 nursery.start_soon(lambda n=number: chat(lane, f"thief {n} " * 20, max_tokens=4))
         prompt, cached = told[0]
         assert cached >= 0.8 * prompt
+        restored, came = actions(lane.runtime, "restore")[before], calls_of(lane, "amber")[-1]
+        assert not any(restored.index < entry.index < came.index for entry in lane.runtime.journal.calls)
+        assert lane.runtime.engine.deferred_max == 0
         check_wire(lane.runtime)
 
 
