@@ -55,7 +55,7 @@ def said(*argv: str) -> Any:
 
 
 async def test_ls(folder: Path, tmp_path: Path) -> None:
-    model = tmp_path / "small.gguf"
+    model = tmp_path / f"{'very-' * 30}small.gguf"
     model.write_bytes(b"GGUF")
     at = model.stat()
     facts = {"model_path": str(model), "file model": f"{at.st_size} bytes of {at.st_mtime_ns}"}
@@ -67,7 +67,7 @@ async def test_ls(folder: Path, tmp_path: Path) -> None:
     out = run("ls", "--dir", str(folder))
     lines = out.splitlines()
     assert NAMES[1][-16:] in lines[1] and NAMES[2][-16:] in lines[2], "the latest used first"
-    assert "small.gguf" in lines[1] and "100" in lines[1] and "2 h" in lines[1] and "0 s" in lines[1]
+    assert model.name in lines[1] and "100" in lines[1] and "2 h" in lines[1] and "0 s" in lines[1]
     assert lines[1].rstrip().endswith("ok") and f"2 files, 0.0 of 8,590 MB in {folder}" in out
     rows = said("ls", "--dir", str(folder))["files"]
     assert [(row["name"], row["hits"], row["bytes"]) for row in rows] == [(NAMES[1], 1, SIZE), (NAMES[2], 0, SIZE)]

@@ -1,8 +1,8 @@
 """How fast a runtime is, as far as it was seen: tokens read and answered, bytes saved and restored, per second.
 
 Each rate is the quotient of two moving sums, of amounts and of seconds, in which every event weighs ``DECAY`` times the
-one after it. So a tiny prompt, which is all overhead, does not outvote a long one. Until something was seen a rate is a
-guess that errs towards using the slots; ``is_known`` tells.
+one after it. An event of less than ``least``, which is all overhead, says nothing about a rate. Until something was
+seen a rate is a guess that errs towards using the slots; ``is_known`` tells.
 """
 
 from __future__ import annotations
@@ -14,16 +14,20 @@ PREFILL_GUESS: Final = 1000.0  # tokens per second
 DECODE_GUESS: Final = 30.0  # tokens per second and request
 SAVE_GUESS: Final = 500e6  # bytes per second
 RESTORE_GUESS: Final = 1e9
+PREFILL_LEAST: Final = 64  # tokens; behind a cached prompt one token is computed, and takes as long as ten
+DECODE_LEAST: Final = 8
+FILE_LEAST: Final = 256 * 1024  # bytes
 CALL_S: Final = 0.002  # what any slot call costs beside its bytes
 
 
 class Rate:
-    """Amount per second, ``guess`` until something was seen."""
+    """Amount per second, ``guess`` until something of ``least`` or more was seen."""
 
-    __slots__ = ("_amount", "_guess", "_seconds")
+    __slots__ = ("_amount", "_guess", "_least", "_seconds")
 
-    def __init__(self, guess: float) -> None:
+    def __init__(self, guess: float, least: float) -> None:
         self._guess = guess
+        self._least = least
         self._amount = self._seconds = 0.0
 
     @property
@@ -35,8 +39,8 @@ class Rate:
         return self._amount / self._seconds if self._seconds > 0 else self._guess
 
     def note(self, amount: float, seconds: float | None) -> None:
-        """``amount`` took ``seconds``; what has none of either says nothing."""
-        if seconds is not None and 0 < seconds < 1e6 and 0 < amount < 1e15:
+        """``amount`` took ``seconds``."""
+        if seconds is not None and 0 < seconds < 1e6 and self._least <= amount < 1e15:
             self._amount = self._amount * DECAY + amount
             self._seconds = self._seconds * DECAY + seconds
 
@@ -47,10 +51,10 @@ class Costs:
     __slots__ = ("decode", "fixed_bytes", "prefill", "restore", "save", "token_bytes")
 
     def __init__(self) -> None:
-        self.prefill = Rate(PREFILL_GUESS)
-        self.decode = Rate(DECODE_GUESS)
-        self.save = Rate(SAVE_GUESS)
-        self.restore = Rate(RESTORE_GUESS)
+        self.prefill = Rate(PREFILL_GUESS, PREFILL_LEAST)
+        self.decode = Rate(DECODE_GUESS, DECODE_LEAST)
+        self.save = Rate(SAVE_GUESS, FILE_LEAST)
+        self.restore = Rate(RESTORE_GUESS, FILE_LEAST)
         self.token_bytes = 0.0
         self.fixed_bytes = 0
 

@@ -36,7 +36,6 @@ STARTING: Final[Gate] = ("slot", "starting")  # a slot is given away or being sa
 SHARERS_SOUGHT: Final = 8  # how many of the next in line are asked whether they want the same prefix
 FLOAT_PATIENCE_S: Final = 1.0  # how long a float that waits for a quiet moment lets others be given slots
 READ_SHARE: Final = 0.5  # of the time since its admission that a prompt given up was certainly read in
-DECODE_TOKENS_MIN: Final = 8  # an answer of fewer says nothing about how fast a runtime answers
 
 
 class Inject:
@@ -284,7 +283,7 @@ class Inject:
         self.leaders.pop(run.rid, None)
         if not self.is_on:
             return
-        if run.first_at is not None and run.produced >= DECODE_TOKENS_MIN and run.over_at is None:
+        if run.first_at is not None and run.over_at is None:
             self.costs.decode.note(run.produced, now - run.first_at)
         self._left_over += run.tokens + run.produced
         slot = self.slots.leave(run.rid, now, idle=idle) if self.slots is not None else None

@@ -87,7 +87,9 @@ class Inject:
     def status(self, now: float) -> tuple[Mapping[str, Any] | None, str]:
         """(what ``SlotVerify.status`` tells, or None, and then why slots are never asked about)."""
         if self.lane is not None:
-            return self.lane.verify.status(now), ""
+            told, store = self.lane.verify.status(now), self.lane.store
+            off = store.why_off if store is not None else ""
+            return {**told, "notes": [*told["notes"], *([f"nothing is saved now: {off}"] if off else [])]}, ""
         return None, "this kind of backend has no slots" if self._adapter.slots is None else "inject.mode is off"
 
     @property

@@ -93,6 +93,9 @@ class RemoteShelf(Shelf):
     def free_bytes(self) -> int | None:
         return None
 
+    def is_nearly_full(self) -> bool:
+        return False
+
     async def examine(self, draft: Draft, in_thread: InThread) -> Written:
         if draft.bytes < 1:
             raise StoreError("the runtime does not say how much it wrote: not kept")

@@ -40,6 +40,7 @@ from .manifest import Manifest, ManifestError, longer
 
 CHUNK_BYTES: Final = 32 * 2**20
 HEAD_BYTES: Final = 4096  # before and around the token ids
+NEARLY_FULL_BYTES: Final = 16 * 2**20
 MANIFESTS_MAX: Final = 10_000
 
 ReadIds = Callable[[bytes], "Sequence[int] | None"]
@@ -204,6 +205,12 @@ class LocalShelf(Shelf):
     def free_bytes(self) -> int | None:
         """Quick. *Errors*: ``OSError``."""
         return self.disk.free_bytes(self.folder)
+
+    def is_nearly_full(self) -> bool:
+        """Quick. So that a save that the runtime could not make may be the disk's fault."""
+        with contextlib.suppress(OSError):
+            return self.disk.free_bytes(self.folder) < NEARLY_FULL_BYTES
+        return False
 
     async def examine(self, draft: Draft, in_thread: InThread) -> Written:
         """*Errors*: ``OSError``, ``StoreError`` when it is not what the runtime says."""

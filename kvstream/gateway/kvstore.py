@@ -17,7 +17,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 from pathlib import Path
-from typing import Final, Literal, TypeVar, Union
+from typing import Final, Literal, Union
 
 import trio
 from attrs import define, frozen
@@ -28,13 +28,11 @@ from ..errors import StoreError
 from .inject_settings import InjectSettings
 from .kvfiles import NAME, Disk, FileState
 from .kvremote import RemoteShelf
-from .kvshelf import Draft, LocalShelf, ReadIds, Stocked, check_promise, token_ids
+from .kvshelf import Draft, LocalShelf, ReadIds, Stocked, T, check_promise, token_ids
 from .manifest import Manifest, bounded_facts
 from .saving import SavingSwitch, StoreMeter, StoreView
 
 log = logging.getLogger("kvstream.store")
-
-T = TypeVar("T")
 
 THREADS: Final = 2
 ABANDONED_MAX: Final = 64
@@ -99,18 +97,22 @@ class KvStore:
     def other_bytes(self) -> int:
         return sum(stocked.manifest.size for stocked in self._others)
 
+    @property
+    def why_off(self) -> str:
+        """Why nothing is saved now; empty while it is."""
+        return "" if self._switch.is_on(trio.current_time()) else self._switch.why
+
     def view(self) -> StoreView:
         sizes = [kept.manifest.size for kept in self._kept.values()]
-        off = "" if self._switch.is_on(trio.current_time()) else self._switch.why
-        return StoreView(len(sizes), sum(sizes), self.other_bytes, off, str(self._shelf.folder), self._saved,
+        return StoreView(len(sizes), sum(sizes), self.other_bytes, self.why_off, str(self._shelf.folder), self._saved,
                          self._dropped, dict(self._switch.offs))
 
     async def load(self) -> list[SavedPrefix]:
         """What can be offered. May be called again, after which only what it gives is offered.
 
-        Removes leftovers of dead processes, files of the wrong size, damaged manifests, and what is beyond the quota,
-        other models' first. What cannot be read is left alone. *Errors*: none; a directory that cannot be used is
-        logged and gives nothing. *Cancellation*: safe.
+        Removes what dead processes left, files of the wrong size, damaged manifests, and what is beyond the quota,
+        other models' first. *Errors*: none; a directory that cannot be used is logged and gives nothing.
+        *Cancellation*: safe.
         """
         async with self._changing:
             busy = frozenset(pending.file for pending in self._pending.values())
@@ -133,8 +135,8 @@ class KvStore:
                 name = stocked.manifest.name
                 if self._is_ours(stocked.manifest):
                     known = before.get(name)
-                    same = known is not None and known.manifest.checksum == stocked.manifest.checksum
-                    self._kept[name] = _Kept(stocked.manifest, known.state if known is not None and same else None)
+                    same = known and known.manifest.checksum == stocked.manifest.checksum
+                    self._kept[name] = _Kept(stocked.manifest, known.state if known and same else None)
                 else:
                     self._others.append(stocked)
             self._others.sort(key=lambda stocked: stocked.manifest.used)
@@ -260,12 +262,7 @@ class KvStore:
         raises."""
         self.abandon(name)
         now = trio.current_time()
-        try:
-            free = self._shelf.free_bytes()
-        except OSError as error:
-            self._switch.failed(error, f"the directory of saved KV {self._shelf.folder}", now)
-            return
-        if free is not None and free < 16 * 2**20:
+        if self._shelf.is_nearly_full():
             self._switch.turn_off("full", f"{self._shelf.folder} is full; free some space, or lower"
                                   " inject.disk_bytes_max (kvstream cache gc prunes now)", now)
         else:

@@ -21,6 +21,11 @@ SlotMode = Literal["hard", "hard-unpinned", "soft"]
 class SlotStore(Protocol):
     """The files of one lane and one identity; see ``kvstore.KvStore``, which also says what can go wrong."""
 
+    @property
+    def why_off(self) -> str:
+        """Why nothing is saved now; empty while it is."""
+        ...
+
     async def load(self) -> list[SavedPrefix]:
         """What can be offered."""
         ...

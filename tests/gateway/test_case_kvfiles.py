@@ -12,7 +12,7 @@ import pytest
 import trio
 
 from kvstream.gateway.kvfiles import DATA, MANIFEST
-from tests.gateway.conftest import CHAT, Call, Lane, chat, open_lane, text_of
+from tests.gateway.conftest import CHAT, Call, Lane, chat, metric, open_lane, text_of
 from tests.gateway.parklane import no_threads
 
 LONG = "the same long beginning of everything that anybody asks here " * 60
@@ -147,6 +147,10 @@ async def test_case_52_a_full_disk_costs_no_request(
             await fan_out(lane, f"{n} {LONG}")
         assert len([r for r in caplog.records if "saving KV is off" in r.getMessage()]) == 1
         assert not files(tmp_path / "kv") and not list((tmp_path / "kv").glob("kvt*"))
+        (note,) = (await lane.status())["inject"]["notes"]
+        assert note.startswith("nothing is saved now: ") and "Unable to save slot" in note
+        assert metric(lane.metrics, "kvstream_inject_saving", backend=lane.engine.name) == 0
+        assert metric(lane.metrics, "kvstream_inject_saving_off_total", backend=lane.engine.name, why="faults") == 1
 
 
 async def test_case_52_files_go_before_others_are_written(tmp_path: Path, autojump_clock: trio.abc.Clock) -> None:

@@ -16,9 +16,13 @@ import trio
 from kvstream.adapters.base import HttpCall
 from kvstream.gateway.slotplace import SlotPlace
 from kvstream.gateway.verify import QUIET_S
-from tests.fakes.journal import Entry
+from tests.fakes.journal import Entry, FakeRequest
+from tests.fakes.script import Script
+from tests.gateway.conftest import CHAT
+from tests.gateway.conftest import chat as one_chat
 from tests.gateway.hardlane import actions, check_wire, hard, open_hard, slot_of
 from tests.gateway.lane import Lane, chat, open_lane
+from tests.gateway.parklane import HIGH, LOW, body_of, open_one, until_tokens
 
 WORDS = ["amber", "birch", "cedar", "dune", "ember", "fjord", "grove", "heath", "islet", "jade"]
 
@@ -157,10 +161,32 @@ async def test_case_56_after_a_restart_nothing_is_relied_on_and_what_was_saved_i
         restores = [e for e in actions(lane.runtime, "restore") if e.received_at >= at and identity_of(lane)
                     in e.request.json["filename"]]
         assert bool(restores) == restored
+        if not load_s and not wait_s:  # seen by the request itself, before the watcher looked
+            assert count(lane, "inject_slots_lost_total", why="restart") == 1
         assert count(lane, "inject_slots_lost_total", why="missed") == count(lane, "restore_ineffective_total") == 0
         assert (last_call(lane).jobs[0].cached > 350) == restored
         await grow(lane, 1, began=4)
         assert last_call(lane).jobs[0].cached > 350
+        check_wire(lane.runtime)
+
+
+async def test_case_56_what_was_planned_for_the_process_before_is_planned_again(
+        tmp_path: Path, autojump_clock: trio.abc.Clock) -> None:
+    """It restarts in the instant in which a request, which is to find its prompt in its slot, gets there."""
+    async with same_model(), open_hard(tmp_path, prefill_rate=500.0) as lane:
+        await grow(lane, 3)
+
+        def restarts(request: FakeRequest) -> bool:
+            if request.path != CHAT:
+                return False
+            lane.runtime.restart()
+            return True
+
+        loading = b'{"error": {"code": 503, "message": "Loading model", "type": "unavailable_error"}}'
+        lane.runtime.script(Script(status=503, script=[(0, loading)]), when=restarts)
+        await grow(lane, 1, began=3)
+        assert count(lane, "inject_slots_lost_total", why="missed") == count(lane, "restore_ineffective_total") == 0
+        assert last_call(lane).status == 200 and last_call(lane).jobs[0].cached > 350
         check_wire(lane.runtime)
 
 
@@ -169,7 +195,7 @@ async def test_case_56_a_swapped_model_gets_nothing_of_the_other_ones(
     async with same_model(), open_hard(tmp_path, prefill_rate=500.0) as lane:
         await grow(lane, 3)
         identity = identity_of(lane)
-        lane.runtime.config.model = "another"
+        lane.runtime.config.model, lane.runtime.config.model_path = "another", "/models/another.gguf"
         lane.runtime.restart()
         at = trio.current_time()
         await grow(lane, 3, began=3)
@@ -254,3 +280,22 @@ async def test_the_servers_counters_and_ours_agree(tmp_path: Path, autojump_cloc
         assert count(lane, "inject_admissions_total", how="forked") >= 1
         hows = ("reused", "restored", "forked", "cold", "unpinned")
         assert sum(count(lane, "inject_admissions_total", how=how) for how in hows) == 6
+
+
+async def test_metrics_and_status_of_a_request_that_gave_way(tmp_path: Path, autojump_clock: trio.abc.Clock) -> None:
+    async with open_one(tmp_path) as lane:
+        def value(name: str, **labels: str) -> float:
+            return lane.metrics.registry.get_sample_value(f"kvstream_{name}", {"backend": "default", **labels}) or 0.0
+
+        call = lane.start(body_of(CHAT, max_tokens=60), CHAT, LOW)
+        await until_tokens(lane, 5)
+        urgent = lane.start(one_chat("now", max_tokens=50), headers=HIGH)
+        await trio.sleep(0.2)
+        assert (value("preemptions_total", how="swap"), value("swapped_out")) == (1, 1)
+        inject = (await lane.status())["inject"]
+        assert inject["mode"] == "hard" and inject["store"]["files"] == 1
+        assert [slot["state"] for slot in inject["slots"]] == ["owned"]
+        await urgent.ended.wait()
+        await call.ended.wait()
+        assert (value("preempted_resumed_total"), value("swapped_out")) == (1, 0)
+        assert value("inject_saves_total", why="swap", outcome="ok") == 1

@@ -160,10 +160,13 @@ class Front:
         return self.runtime.journal.calls[index].request.json
 
 
+PLAIN = {"inject.mode": "off"}  # what is about something else is asserted on the calls of a lane without it
+
+
 @asynccontextmanager
 async def front(keys: Mapping[str, Any] | None = None, **knobs: Any) -> AsyncIterator[Front]:
     """A gateway with ``keys`` in front of a fake runtime with ``knobs``; its capacity is known when this returns."""
-    config = configured(keys or {})
+    config = configured(PLAIN | dict(keys or {}))
     async with open_runtime(dialect=config.backend.type, **knobs) as runtime, trio.open_nursery() as nursery:
         upstream, metrics = FakeUpstream(runtime), Metrics()
         settings = attrs.evolve(engine_settings(config), raise_bugs=True)
@@ -181,7 +184,7 @@ async def front(keys: Mapping[str, Any] | None = None, **knobs: Any) -> AsyncIte
 async def served(keys: Mapping[str, Any] | None = None, **knobs: Any) -> AsyncIterator[tuple[int, FakeRuntime]]:
     """The same over TCP, in real time: the gateway's port, and the runtime."""
     async with open_runtime(**knobs) as runtime, open_server(runtime) as server:
-        config = configured({"backend.base_url": server.base_url} | dict(keys or {}))
+        config = configured(PLAIN | {"backend.base_url": server.base_url} | dict(keys or {}))
         async with open_gateway(Loaded.of(config)) as gateway:
             await gateway.engine.watcher.wait_known()
             yield gateway.server.ports[0], runtime
