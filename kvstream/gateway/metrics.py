@@ -184,13 +184,16 @@ class _LaneGauges(Collector):
         yield from _gauges(lanes)
         state = _family("kvstream_backend_state", "1 for the state the backend is in.", "state")
         circuit = _family("kvstream_breaker_state", "1 for the state the breaker is in.", "state")
+        swapped = _family("kvstream_swapped_out", "Preempted requests whose state is in a file now.")
         for engine in self.engines:
+            swapped.add_metric([engine.name], sum(stream.swapped_out for stream in engine.streams.values()))
             for name in BACKEND_STATES:
                 state.add_metric([engine.name, name], float(engine.backend_state == name))
             for each in Circuit:
                 circuit.add_metric([engine.name, each.value], float(engine.guard.circuit is each))
         yield state
         yield circuit
+        yield swapped
 
 
 def _gauges(lanes: Sequence[tuple[str, Snapshot]]) -> Iterable[Metric]:

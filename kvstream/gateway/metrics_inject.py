@@ -58,7 +58,6 @@ class InjectMeters:
             "runtime_prompt_tokens", "Prompt tokens of calls that the runtime read to the end.", "part", "source")
         self.preemptions = counter("preemptions", "Running requests that gave way.", "how")
         self.resumed = counter("preempted_resumed", "Preempted requests that went on.")
-        self.swapped = gauge("swapped_out", "Preempted requests whose state is in a file now.")
         self.store_bytes = gauge("inject_store_bytes", "Bytes of saved KV on disk.")
         self.store_files = gauge("inject_store_files", "Files of saved KV.")
         self.saving_off = counter(
@@ -121,10 +120,6 @@ class InjectMeter:
 
     def preempted_resumed(self) -> None:
         self._of.resumed.labels(self._name).inc()
-
-    def swapped_out(self, requests: int) -> None:
-        """So many preempted requests have their state in a file now."""
-        self._of.swapped.labels(self._name).set(requests)
 
     def store(self, *, files: int, bytes: int) -> None:
         """What the store holds now."""

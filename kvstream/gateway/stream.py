@@ -96,6 +96,11 @@ class Stream:
         return await self.buffer.get()
 
     @property
+    def swapped_out(self) -> bool:
+        """It was preempted, its state is in a file, and it has no place yet to go on."""
+        return self.lease is None and self.said is not None and bool(self.said.keys)
+
+    @property
     def phase(self) -> str:
         """``queued``, ``prefill``, ``streaming`` or ``non_stream``: where a request is now, for the metrics."""
         if self.lease is None:

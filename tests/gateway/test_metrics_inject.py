@@ -30,7 +30,6 @@ EVENTS: list[tuple[Callable[[InjectMeter], None], dict[str, float]]] = [
       'runtime_prompt_tokens_total{part="computed",source="reported"}': 4}),
     (lambda m: m.preempted("swap"), {'preemptions_total{how="swap"}': 1}),
     (lambda m: m.preempted_resumed(), {"preempted_resumed_total": 1}),
-    (lambda m: m.swapped_out(2), {"swapped_out": 2}),
     (lambda m: m.store(files=3, bytes=4096), {"inject_store_files": 3, "inject_store_bytes": 4096}),
     (lambda m: m.evicted("quota"), {'inject_store_evictions_total{why="quota"}': 1}),
     (lambda m: m.mode("hard"), {'inject_mode{mode="hard"}': 1}),
