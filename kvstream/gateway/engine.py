@@ -224,7 +224,6 @@ class Engine:
             self.post(Ended(stream.rid, reason, tokens, draining=draining))
         if stream.usage and stream.prompt is not None:
             self.counter.learn(stream.request, stream.prompt, stream.usage.prompt)
-        self._parking.back(stream)
         self._liveness.ended(stream)
         self.drifts.ended(stream)
         self.metrics.ended(stream, error)

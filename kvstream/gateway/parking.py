@@ -27,7 +27,7 @@ from ..adapters.routes import route_of
 from ..adapters.slot_calls import Legs, ResumeDecoder, SlotCalls
 from ..adapters.whole import DONE_FRAME
 from ..core.messages import Bound, Ended, Event, Preempt, Refuse, SlotSaved
-from ..core.types import EndReason, RefuseReason, RequestId
+from ..core.types import EndReason, RefuseReason
 from ..errors import BackendProtocolError, KVStreamError, TotalTimeoutError
 from .count import PromptCount, count_exact
 from .lane_settings import EngineSettings
@@ -86,7 +86,6 @@ class Parking:
         self._settings = settings
         self._post = post
         self._meter = meter
-        self._swapped: set[RequestId] = set()  # whose state is in a file now
 
     # --- before -------------------------------------------------------------------------------------------------------
 
@@ -156,18 +155,6 @@ class Parking:
         """Its state is in a file."""
         if event.ok and stream.said is not None and stream.lease is None:
             stream.said.keys = event.keys
-            self._swapped.add(stream.rid)
-            self._count()
-
-    def back(self, stream: Stream) -> None:
-        """It goes on, or is over. Idempotent."""
-        if stream.rid in self._swapped:
-            self._swapped.remove(stream.rid)
-            self._count()
-
-    def _count(self) -> None:
-        if self._meter is not None:
-            self._meter.swapped_out(len(self._swapped))
 
     # --- the next leg -------------------------------------------------------------------------------------------------
 
@@ -176,7 +163,6 @@ class Parking:
 
         *Errors*: ``KVStreamError`` of a runtime that cannot be asked. *Cancellation*: safe.
         """
-        self.back(stream)
         said, calls = stream.said, self._adapter.slots
         if said is None or calls is None or not said.begun:
             return None
