@@ -98,7 +98,8 @@ async def test_case_61_a_busy_favourite_is_given_up_if_waiting_costs_more(
 
     async with open_lane(knobs=knobs, inject={"mode": "auto", "dir": str(tmp_path)}) as lane:
         await trio.sleep(2)
-        await lane.post(ask("first", 4))
+        for i in range(3):  # also to let the rates be learned
+            await lane.post(ask(f"first {i}", 64))
         await trio.sleep(1)
         lane.start(ask("holds the slot", rest + 4))
         while not lane.runtime.journal.calls[-1].bytes_out:
