@@ -102,7 +102,8 @@ class Reloading:
         return json.loads(body) if path != "/metrics" else body.decode()
 
 
-HEAD = "[server]\nport = 0\n[upstream]\nhealth_interval_s = 0.1\ndown_grace_s = 0.0\n"
+HEAD = ("[server]\nport = 0\n[upstream]\nhealth_interval_s = 0.1\ndown_grace_s = 0.0\n"
+        '[inject]\nmode = "off"\n')  # what is about lanes is asserted on the calls of plain ones
 
 
 @asynccontextmanager
