@@ -127,7 +127,8 @@ class Runner:
         """What loads now had other slots, or none: what was planned for those is planned again once it is up."""
         await self._patience.loading(stream)
         lease = stream.lease
-        if lease is not None and lease.plan is not None and not lease.resumes and self._may_queue_again(stream):
+        if lease is not None and lease.plan is not None and not lease.resumes and self._may_queue_again(
+                stream, away=False):
             raise _PlanGone
 
     def _on_produced(self, rid: RequestId, tokens: int) -> None:
@@ -143,9 +144,11 @@ class Runner:
         """Synchronous, so it happens whole, also in a cancelled task. Not ``planned``: what its grant relied on was
         gone, and nothing was sent."""
         self._guard.ended(stream, error, known_down=self._watcher.backend.state not in (Health.UP, Health.SLEEPING))
-        if not planned and error is None and self._may_queue_again(stream):
-            self._queue_again(stream)
-            return
+        if not planned and error is None:
+            if self._may_queue_again(stream, away=False):
+                self._queue_again(stream)
+                return
+            error = BackendUnavailableError("the backend is restarted again and again", retry_after_s=2)
         if isinstance(error, BackendRefusedError):
             self._watcher.suspect(Health.DOWN, error.message)
             if self._may_queue_again(stream):
@@ -158,9 +161,11 @@ class Runner:
             return
         self._settle(stream, error)
 
-    def _may_queue_again(self, stream: Stream) -> bool:
-        return (stream.hold and stream.outcome is None and not stream.left and stream.cut is None
-                and stream.requeued < REQUEUES_MAX and self._watcher.may_return(self._settings.down_grace_s)
+    def _may_queue_again(self, stream: Stream, *, away: bool = True) -> bool:
+        """``away``: since nobody is there, which not every request waits out, nor for ever."""
+        if away and not (stream.hold and self._watcher.may_return(self._settings.down_grace_s)):
+            return False
+        return (stream.outcome is None and not stream.left and stream.cut is None and stream.requeued < REQUEUES_MAX
                 and (trio.current_time() < stream.arrived + self._settings.wait_s_max
                      or (stream.said is not None and stream.said.legs > 0)))
 

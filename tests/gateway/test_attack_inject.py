@@ -1,0 +1,40 @@
+"""Attacks on hard inject: what happens in the gaps between two steps of a plan, before the fake."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import trio
+
+from kvstream.errors import KVStreamError
+from tests.gateway.hardlane import actions, check_wire, open_hard
+from tests.gateway.lane import chat, read, request
+from tests.gateway.test_case_slots_checked import same_model, text
+
+
+@pytest.mark.parametrize("up_s", [0, 3600])
+@pytest.mark.parametrize("hold", [True, False])
+async def test_what_was_planned_for_the_process_before_is_planned_again(
+        tmp_path: Path, autojump_clock: trio.abc.Clock, hold: bool, up_s: int) -> None:
+    """However long that one was up (it is not away, so it need not return), and also where another backend could be
+    asked (without ``hold`` a request does not wait for one that is away)."""
+    async with same_model(), open_hard(tmp_path, slots=1, n_ctx=4000, prefill_rate=500.0, answer_tokens=None) as lane:
+        for name in (1, 2, 1, 2):
+            await chat(lane, text(name, 400), max_tokens=2)
+        assert actions(lane.runtime, "restore")
+        await trio.sleep(up_s)
+        async with trio.open_nursery() as nursery:
+
+            async def runs() -> None:
+                with pytest.raises(KVStreamError):
+                    await chat(lane, text(2, 420), max_tokens=1000)
+
+            nursery.start_soon(runs)
+            await trio.sleep(3)
+            async with lane.engine.open_stream(request(text(1, 460), max_tokens=2), hold=hold) as stream:
+                await trio.sleep(1)
+                lane.runtime.restart()
+                events = await read(stream)
+        assert events and stream.completed
+        check_wire(lane.runtime)
