@@ -109,6 +109,10 @@ class Inject:
         if self.lane is not None:
             await self.lane.beat(ours)
 
+    def is_new(self, report: CapacityReport) -> bool:
+        """Whether this is another process than the one whose slots are known."""
+        return self.lane is not None and self.lane.is_new(report)
+
     async def learn(self, report: CapacityReport, *, sleeping: bool, quiet: bool) -> list[Event]:
         """See :class:`SlotLane`."""
         return [] if self.lane is None else await self.lane.learn(report, sleeping=sleeping, quiet=quiet)

@@ -78,13 +78,17 @@ class SlotLane:
         """
         return not self.verify.found.settled and trio.current_time() >= self._again_at
 
+    def is_new(self, report: CapacityReport) -> bool:
+        """Whether this is another process than the one that was asked before."""
+        return not report.process or report.process != self._process
+
     async def learn(self, report: CapacityReport, *, sleeping: bool, quiet: bool) -> list[Event]:
         """The backend came up. What the scheduler has to know, to be posted after ``BackendUp``. ``quiet``: nothing of
         ours runs there, and nothing will before this returns; else it is not asked.
 
         *Errors*: none. *Cancellation*: safe.
         """
-        same = bool(report.process) and report.process == self._process
+        same = not self.is_new(report)
         if same and (self.verify.found.settled or not quiet):
             return []  # what is believed still holds
         self._process = report.process

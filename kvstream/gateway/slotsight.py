@@ -16,6 +16,9 @@ from .inject import Inject
 from .slotwatch import AtWork
 from .stream import Stream
 
+QUIET_S_MAX = 5.0
+QUIET_POLL_S = 0.05
+
 
 class SlotSight:
     """It is a ``slotwatch.SlotsEngine`` and a ``health.WatchedSlots``. ``calls`` changes whenever a call goes to the
@@ -83,11 +86,22 @@ class SlotSight:
     # --- for the watcher of the backend -------------------------------------------------------------------------------
 
     async def check(self, report: CapacityReport, *, sleeping: bool) -> Sequence[Event]:
-        """See :meth:`SlotLane.learn`. Who was granted and turned away waits for what this returns."""
-        quiet = not self._draining and not self._inject.jobs and all(
+        """See :meth:`SlotLane.learn`. Who was granted and turned away waits for what this returns.
+
+        Under load an unsettled check is not made again before the load is over. So what was at work in the process
+        before gets a moment to find out that it is no more: in this one there is nothing of ours.
+        """
+        if self._inject.is_new(report):
+            with trio.move_on_after(QUIET_S_MAX):
+                while not self._is_free_of_ours:
+                    await trio.sleep(QUIET_POLL_S)
+        return await self._inject.learn(report, sleeping=sleeping, quiet=self._is_free_of_ours)
+
+    @property
+    def _is_free_of_ours(self) -> bool:
+        return not self._draining and not self._inject.jobs and all(
             stream.scope is None or (stream.loading_since is not None and not stream.sent)
             for stream in self._live.values())
-        return await self._inject.learn(report, sleeping=sleeping, quiet=quiet)
 
     async def beat(self) -> None:
         """The watcher's heartbeat, while the backend is up. A cancelled prompt is left in peace."""

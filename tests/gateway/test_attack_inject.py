@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import trio
+from attrs import evolve
 
 from kvstream.errors import KVStreamError
+from kvstream.gateway.draining import DrainingSeats
 from tests.gateway.hardlane import actions, check_wire, open_hard
 from tests.gateway.lane import chat, read, request
 from tests.gateway.test_case_slots_checked import same_model, text
@@ -38,3 +41,22 @@ async def test_what_was_planned_for_the_process_before_is_planned_again(
                 events = await read(stream)
         assert events and stream.completed
         check_wire(lane.runtime)
+
+
+
+@pytest.mark.parametrize("dies", [0.0, 2.0, 60.0])
+async def test_what_the_process_before_was_doing_gets_a_moment_to_end_before_this_one_is_checked(
+        tmp_path: Path, autojump_clock: trio.abc.Clock, dies: float) -> None:
+    """As when reading a prompt broke off, or a client left: whether its slot is idle is asked once a second or so. An
+    unsettled check is made again when nothing is in hand, which under load is never."""
+    async with same_model(), open_hard(tmp_path, prefill_rate=500.0) as lane:
+        sight = lane.engine.sight
+        gone = trio.current_time() + dies
+        with mock.patch.object(DrainingSeats, "__bool__", lambda _: trio.current_time() < gone):
+            report = lane.engine.watcher.backend.capacity
+            assert report is not None
+            began = trio.current_time()
+            await sight.check(evolve(report, process="another"), sleeping=False)
+            took = trio.current_time() - began
+        assert took < 8
+        assert lane.engine.inject.mode == ("hard" if dies < 5 else "soft")
