@@ -59,6 +59,14 @@ def gateway(llama: RealLlama, tmp_path_factory: pytest.TempPathFactory) -> Itera
         yield process
 
 
+@pytest.fixture(scope="session")
+def unpinned(llama: RealLlama, tmp_path_factory: pytest.TempPathFactory) -> Iterator[GatewayProcess]:
+    """A gateway that leaves the choice of slots to the server: for answers that must equal direct ones to the last
+    cached token. Pins choose other slots than those that a direct call has warmed."""
+    with start_gateway(llama.base_url, tmp_path_factory.mktemp("unpinned"), inject__mode="off") as process:
+        yield process
+
+
 Start = Callable[..., AbstractContextManager[GatewayProcess]]
 
 
@@ -82,6 +90,13 @@ def _client(url: str) -> openai.OpenAI:
 def client(gateway: GatewayProcess) -> Iterator[openai.OpenAI]:
     """The official client, talking to the gateway."""
     with _client(gateway.url) as client:
+        yield client
+
+
+@pytest.fixture
+def through(unpinned: GatewayProcess) -> Iterator[openai.OpenAI]:
+    """The official client, talking to the gateway that pins nothing."""
+    with _client(unpinned.url) as client:
         yield client
 
 

@@ -39,8 +39,8 @@ def claude(url: str) -> anthropic.Anthropic:
 
 
 @pytest.fixture
-def messages(gateway: GatewayProcess) -> Iterator[anthropic.Anthropic]:
-    with claude(gateway.url) as client:
+def messages(unpinned: GatewayProcess) -> Iterator[anthropic.Anthropic]:
+    with claude(unpinned.url) as client:
         yield client
 
 
@@ -120,10 +120,10 @@ def tool_llama() -> Iterator[RealLlama]:
 # --- Responses --------------------------------------------------------------------------------------------------------
 
 
-def test_a_whole_response_equals_the_direct_one(client: Any, direct: Any) -> None:
+def test_a_whole_response_equals_the_direct_one(through: Any, direct: Any) -> None:
     direct.responses.create(**RESPONSE)
     expected = direct.responses.create(**RESPONSE)
-    answer = client.responses.create(**RESPONSE)
+    answer = through.responses.create(**RESPONSE)
     assert plain(answer.model_dump()) == plain(expected.model_dump())
     assert answer.usage.output_tokens == 10 and answer.output_text
 

@@ -54,33 +54,33 @@ VARIANTS = {
 
 
 @pytest.mark.parametrize("more", VARIANTS.values(), ids=list(VARIANTS))
-def test_a_whole_chat_answer_equals_the_direct_one(client: Any, direct: Any, more: dict[str, Any]) -> None:
+def test_a_whole_chat_answer_equals_the_direct_one(through: Any, direct: Any, more: dict[str, Any]) -> None:
     """Non-stream through the gateway is assembled from a stream; no field may be lost, added or changed by that."""
     request = CHAT | more
     direct.chat.completions.create(**request)  # warms a slot for both
     expected = direct.chat.completions.create(**request)
-    answer = client.chat.completions.create(**request)
+    answer = through.chat.completions.create(**request)
     assert plain(answer) == plain(expected)
     assert keys(answer.model_dump()) == keys(expected.model_dump())
 
 
 @pytest.mark.parametrize("more", [{}, {"logprobs": 2}, {"stop": ["a"]}, {"echo": True}], ids=str)
-def test_a_whole_completion_equals_the_direct_one(client: Any, direct: Any, more: dict[str, Any]) -> None:
+def test_a_whole_completion_equals_the_direct_one(through: Any, direct: Any, more: dict[str, Any]) -> None:
     request = TEXT | more
     direct.completions.create(**request)
     expected = direct.completions.create(**request)
-    answer = client.completions.create(**request)
+    answer = through.completions.create(**request)
     assert plain(answer) == plain(expected)
     assert keys(answer.model_dump()) == keys(expected.model_dump())
 
 
 @pytest.mark.parametrize("include_usage", [None, False, True])
-def test_a_chat_stream_equals_the_direct_one(client: Any, direct: Any, include_usage: bool | None) -> None:
+def test_a_chat_stream_equals_the_direct_one(through: Any, direct: Any, include_usage: bool | None) -> None:
     """Also: exactly one usage chunk when it was asked for, none when not."""
     options = {} if include_usage is None else {"stream_options": {"include_usage": include_usage}}
     list(direct.chat.completions.create(**CHAT, stream=True, **options))
     expected = list(direct.chat.completions.create(**CHAT, stream=True, **options))
-    chunks = list(client.chat.completions.create(**CHAT, stream=True, **options))
+    chunks = list(through.chat.completions.create(**CHAT, stream=True, **options))
     assert [plain(chunk) for chunk in chunks] == [plain(chunk) for chunk in expected]
     usages = [chunk for chunk in chunks if not chunk.choices]
     assert len(usages) == (1 if include_usage else 0)
@@ -90,13 +90,13 @@ def test_a_chat_stream_equals_the_direct_one(client: Any, direct: Any, include_u
 
 
 @pytest.mark.parametrize("include_usage", [False, True])
-def test_a_completion_stream_equals_the_direct_one(client: Any, direct: Any, include_usage: bool) -> None:
+def test_a_completion_stream_equals_the_direct_one(through: Any, direct: Any, include_usage: bool) -> None:
     """On this route llama.cpp puts usage on its finish chunk, asked or not. A client that asked gets the chunk of its
     own, which the protocol promises, as well."""
     options = {"stream_options": {"include_usage": include_usage}}
     list(direct.completions.create(**TEXT, stream=True, **options))
     expected = list(direct.completions.create(**TEXT, stream=True, **options))
-    chunks = list(client.completions.create(**TEXT, stream=True, **options))
+    chunks = list(through.completions.create(**TEXT, stream=True, **options))
     if include_usage:
         last = chunks.pop()
         assert last.choices == [] and last.usage == chunks[-1].usage
@@ -104,12 +104,12 @@ def test_a_completion_stream_equals_the_direct_one(client: Any, direct: Any, inc
     assert [chunk.usage is not None for chunk in chunks] == [False] * (len(chunks) - 1) + [True]
 
 
-def test_a_stream_with_tools_equals_the_direct_one(client: Any, direct: Any) -> None:
+def test_a_stream_with_tools_equals_the_direct_one(through: Any, direct: Any) -> None:
     """SmolLM2 has no tool template, so no call comes of it; whatever comes is the same as direct."""
     request = CHAT | {"tools": TOOLS, "stream": True}
     list(direct.chat.completions.create(**request))
     expected = [plain(chunk) for chunk in direct.chat.completions.create(**request)]
-    assert [plain(chunk) for chunk in client.chat.completions.create(**request)] == expected
+    assert [plain(chunk) for chunk in through.chat.completions.create(**request)] == expected
 
 
 async def test_the_async_client_streams_and_assembles(aclient: openai.AsyncOpenAI) -> None:
