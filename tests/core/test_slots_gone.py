@@ -1,0 +1,78 @@
+"""Playbooks of what nobody saw: a slot whose request left early, a save of before a restart, a leader that drains. Each
+was found by ``test_inject_machine``."""
+
+from __future__ import annotations
+
+from attrs import evolve
+
+from kvstream.core import messages as m
+from kvstream.core.types import EndReason, RequestId
+from tests.core.test_fork import lane, read, restored, saved, spec_of, stored
+from tests.core.test_preempt import gave_way, high, low
+from tests.core.test_slots import ask, plans, served, split
+from tests.play import Play, ended, idle, keys_of
+
+FILE = "x" * 20 + "y" * 20
+
+
+def with_file(slots: int = 1) -> Play:
+    play = lane(slots)
+    play.step(m.StoreLoaded((stored(play, "f.kv", FILE, 640),)))
+    return play
+
+
+def restore_and_leave(play: Play, tokens: int, prompt: str) -> None:
+    """A request is restored for, sent, and gone before anybody saw that a slot has it."""
+    name = plans(play.step(ask(1, tokens, prompt=prompt), expect=["admit 1 slot=0 restore"]))[1].restore  # type: ignore[union-attr]
+    play.step(restored(1, name))
+    play.step(ended(1, EndReason.CANCELLED, draining=True))
+    play.step(idle(1))
+
+
+def test_what_was_restored_for_a_request_that_left_may_be_cut_already() -> None:
+    play = with_file()
+    restore_and_leave(play, 480, "x" * 20 + "z" * 20)
+    assert play.see().slots[0].tokens == 320
+    play.step(ask(2, 656, prompt=FILE), expect=["admit 2 slot=0 restore promised=640"])
+
+
+def test_the_last_token_of_its_prompt_is_certainly_not_there() -> None:
+    play = with_file()
+    restore_and_leave(play, 640, FILE)
+    assert play.see().slots[0].tokens == 624
+
+
+def test_a_save_told_after_a_restart_says_nothing_of_the_new_slots() -> None:
+    play = lane()
+    served(play, 1, 640, "a")
+    served(play, 2, 672, "a")
+    play.at(9)
+    spec = spec_of(play.step(expect=["save 0 why=hot pages=42"]))
+    play.step(m.BackendUp(split(host_pages=4096), fresh=True))
+    play.step(evolve(saved(spec, 0, tokens=688), keys=keys_of("a", 688)))
+    assert [view.tokens for view in play.see().slots] == [0] * 4
+    play.step(ask(3, 704, prompt="a"), expect=["admit 3 restore promised=688"])
+
+
+def test_nobody_waits_for_a_leader_that_drains() -> None:
+    play = lane()
+    play.step(ask(1, 640, prompt="s" * 39 + "a"), expect=["admit 1 slot=0 read_first"])
+    play.at(0.5).step(ended(1, EndReason.CANCELLED, draining=True))
+    play.step(ask(2, 640, prompt="s" * 39 + "b"), expect=["admit 2 slot=1 read_first"])
+
+
+def test_a_prompt_that_was_read_when_its_leader_had_left_is_not_waited_for() -> None:
+    play = lane()
+    play.step(ask(1, 640, prompt="s" * 39 + "a"), expect=["admit 1 slot=0 read_first"])
+    play.at(0.5).step(ended(1, EndReason.CANCELLED, draining=True), read(1, 640))
+    play.step(ask(2, 640, prompt="s" * 39 + "b"), expect=["admit 2 slot=1 read_first"])
+
+
+def test_one_that_gave_way_goes_on_in_its_slot_with_more_than_its_prompt() -> None:
+    """Its answer has no page keys, so what is in its slot is longer than they are."""
+    play = lane(1, preemption="recompute")
+    play.step(low(1, 640, None), expect=["admit 1 slot=0"])
+    play.step(m.SlotStarted(RequestId(1)), m.Produced(RequestId(1), 40))
+    play.step(high(2), expect=["preempt 1 recompute"])
+    play.step(ended(2, EndReason.CANCELLED), gave_way(1, 40))
+    play.step(idle(1), expect=["admit 1 slot=0 resumes promised=672"])
