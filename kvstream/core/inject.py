@@ -28,8 +28,9 @@ from .placement import Choice, Want, choose, choose_unpinned, erase, favourite, 
 from .queue import WaitingQueue
 from .saved import SavedStore
 from .settings import SchedulerSettings
-from .slots import Slot, SlotMap, common_pages
+from .slots import Slot, SlotMap
 from .state import Gate, Running, Waiting
+from .tokens import common_pages
 from .types import PageKey, PoolMode, RequestId, SaveSpec, SaveWhy, SlotPlan, SlotRules
 
 STARTING: Final[Gate] = ("slot", "starting")  # a slot is given away or being saved, and this one has none

@@ -20,8 +20,9 @@ from typing import Final
 from attrs import field, frozen
 
 from .costs import Costs
-from .slots import Slot, common_pages
+from .slots import Slot
 from .state import Running
+from .tokens import common_pages
 from .types import PageKey, SavedPrefix
 
 RETURN_SHARE: Final = 0.5  # how likely somebody comes back for what a slot holds

@@ -13,9 +13,6 @@ no promise is made about it.
 
 The other way round a float may be put into any idle slot, hence never while an owned slot is not at work yet
 (``starting``) or is being saved.
-
-Keys are chained, so two prompts share a beginning of n pages if their n-th keys are equal: the length of the common
-beginning is a bisection, whatever the length of the prompts.
 """
 
 from __future__ import annotations
@@ -29,23 +26,6 @@ from attrs import define
 from .types import PageKey, RequestId, SlotRules
 
 NEAR_TOKENS: Final = 1  # the last token of an answer may or may not be in the slot
-
-
-def common_pages(one: Sequence[PageKey], other: Sequence[PageKey]) -> int:
-    """How many pages two prompts have in common from their start. Of a hash collision only the last page is asked: what
-    is counted here is checked by the runtime, token by token."""
-    low, high = 0, min(len(one), len(other))
-    if not high or one[0].digest != other[0].digest:
-        return 0
-    if one[high - 1].digest == other[high - 1].digest:
-        low = high
-    while low < high:
-        middle = (low + high) // 2
-        if one[middle].digest == other[middle].digest:
-            low = middle + 1
-        else:
-            high = middle
-    return low if one[low - 1].content == other[low - 1].content else 0
 
 
 @define(eq=False, slots=True)

@@ -65,15 +65,20 @@ def _chain(packed: bytes, step: int, digest: bytes) -> tuple[PageKey, ...]:
 
 def common_pages(one: Sequence[PageKey], other: Sequence[PageKey]) -> int:
     """How many pages two prompts have in common from their start. Digests are chained, so equal ones at a page mean
-    equal ones before it: found by bisection, then content is compared, for a hash is only a hint."""
+    equal ones before it: found by bisection, whatever the length. Of contents only the last is compared: a hash is a
+    hint, and what is counted here is checked by the runtime, token by token."""
     low, high = 0, min(len(one), len(other))
+    if not high or one[0].digest != other[0].digest:
+        return 0
+    if one[high - 1].digest == other[high - 1].digest:
+        low = high
     while low < high:
-        middle = (low + high + 1) // 2
-        if one[middle - 1].digest == other[middle - 1].digest:
-            low = middle
+        middle = (low + high) // 2
+        if one[middle].digest == other[middle].digest:
+            low = middle + 1
         else:
-            high = middle - 1
-    return next((i for i in range(low) if one[i] != other[i]), low)
+            high = middle
+    return low if one[low - 1].content == other[low - 1].content else 0
 
 
 @frozen

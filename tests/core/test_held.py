@@ -10,9 +10,9 @@ from kvstream.core.ledger import Ledger
 from kvstream.core.settings import SchedulerSettings
 from kvstream.core.state import Running, Waiting
 from kvstream.core.tokens import common_pages
-from kvstream.core.types import Limits, PageKey, PoolMode
+from kvstream.core.types import Limits, PoolMode
 from tests.play import PAGE, keys_of, submit
-from tests.strategies import colliding_keys, prompts
+from tests.strategies import prompts
 
 LIMITS = Limits(PoolMode.SPLIT, seats=4, pages=64, page_tokens=PAGE, request_tokens_max=256, shares_prefix=True)
 
@@ -74,14 +74,6 @@ def test_pages_in_a_slot_that_is_at_work_are_counted_once() -> None:
     first, other = opened(ledger, "ab", 112), opened(ledger, "ab", 112)
     assert ledger.pool.held == 6 + 2
     ledger.check([first, other])
-
-
-@given(colliding_keys(), colliding_keys())
-def test_common_pages_of_colliding_keys(one: tuple[PageKey, ...], other: tuple[PageKey, ...]) -> None:
-    """No chained digests here: then no more than the truth may come out."""
-    naive = next((i for i, pair in enumerate(zip(one, other, strict=False)) if pair[0] != pair[1]),
-                 min(len(one), len(other)))
-    assert common_pages(one, other) <= naive
 
 
 @given(prompts, prompts, st.integers(0, 90), st.integers(0, 90))

@@ -14,7 +14,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from kvstream.core import messages as m
 from kvstream.core.scheduler import Scheduler, SchedulerSettings
-from kvstream.core.slots import common_pages
+from kvstream.core.tokens import common_pages
 from kvstream.core.types import EndReason, Limits, PageKey, PoolMode, RequestId, SaveSpec, SlotPlan, SlotRules
 from tests.play import PAGE, keys_of
 from tests.strategies import prompts

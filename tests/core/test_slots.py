@@ -4,13 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from hypothesis import given
-from hypothesis import strategies as st
-
 from kvstream.core import messages as m
-from kvstream.core.slots import common_pages
 from kvstream.core.types import EndReason, Limits, PoolMode, RequestId, SlotPlan, SlotRules
-from tests.play import PAGE, Play, ended, idle, keys_of, limits, produced, submit
+from tests.play import Play, ended, idle, keys_of, limits, produced, submit
 
 IDENTITY = "0123456789abcdef"
 
@@ -264,10 +260,3 @@ def test_a_busy_favourite_is_waited_for_only_while_that_is_shorter() -> None:
         if waits:  # 1 s for the rest of that answer and 1.6 s for its own rest, against 17.6 s
             assert play.why == {3: "slot"}
             play.step(ended(2), expect=["admit 3 slot=1 promised=1600"])
-
-
-@given(st.text("ab", max_size=12), st.text("ab", max_size=12))
-def test_common_pages_is_the_common_beginning(one: str, other: str) -> None:
-    naive = next((i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))
-    mine, its = (keys_of(text or "x", len(text) * PAGE) for text in (one, other))
-    assert common_pages(mine, its) == naive
