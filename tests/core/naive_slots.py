@@ -57,10 +57,24 @@ class NaiveRuntime:
     slots: list[RealSlot]
     emptying: bool = False
     clock: int = 0
+    cells: int | None = None  # of one pool for all slots
 
     @classmethod
-    def of(cls, slots: int, *, emptying: bool = False) -> NaiveRuntime:
-        return cls([RealSlot() for _ in range(slots)], emptying)
+    def of(cls, slots: int, *, emptying: bool = False, cells: int | None = None) -> NaiveRuntime:
+        return cls([RealSlot() for _ in range(slots)], emptying, cells=cells)
+
+    @property
+    def missing(self) -> int:
+        """How many cells too few there are."""
+        return 0 if self.cells is None else max(0, sum(len(slot.tokens) for slot in self.slots) - self.cells)
+
+    def make_cells(self) -> bool:
+        """Those at work take the cells of idle slots, and nobody is told. Whether that was enough, else all are
+        killed."""
+        for slot in self.slots:
+            if self.missing and slot.busy is None:
+                slot.tokens = []
+        return not self.missing
 
     def start(self, who: int, ids: list[int], pin: int | None) -> tuple[int, int]:
         """A request arrives: its slot, and how many of its tokens were there."""
@@ -99,6 +113,8 @@ class NaiveRuntime:
         assert slot.busy is None, "a restore into a slot at work"
         tokens = disk.files.get(name)
         slot.tokens = list(tokens) if tokens is not None else []
+        if self.missing:
+            tokens, slot.tokens = None, []
         return None if tokens is None else len(tokens)
 
     def erase(self, index: int) -> None:

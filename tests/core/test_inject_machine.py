@@ -25,7 +25,19 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from kvstream.core import messages as m
 from kvstream.core.scheduler import Scheduler, SchedulerSettings
-from kvstream.core.types import EndReason, Limits, PoolMode, RequestId, SavedPrefix, SaveSpec, SlotPlan, SlotRules
+from kvstream.core.types import (
+    CountSource,
+    EndReason,
+    Limits,
+    PageKey,
+    PoolMode,
+    Priority,
+    RequestId,
+    SavedPrefix,
+    SaveSpec,
+    SlotPlan,
+    SlotRules,
+)
 from tests.core.naive_slots import Disk, NaiveRuntime, ids_of, keys_for
 from tests.play import PAGE
 from tests.strategies import prompts
@@ -40,12 +52,13 @@ Step = tuple[str, Any]
 @define
 class Call:
     """A request as the shell sees it. ``event`` is what has happened and was not told yet, ``sent`` once the real
-    request is in the runtime, ``hollow``: a step failed, so what it was promised may not be there."""
+    request is in the runtime, ``hollow``: a step failed, so what it was promised may not be there. ``most`` is what it
+    may still answer, ``legs`` how often it was stopped, and for whom each time."""
 
     rid: RequestId
     ids: list[int]
     asked: m.Submitted
-    where: str = "waiting"  # running, draining, gone
+    where: str = "waiting"  # running, draining, gone; giving way: parking (the runtime is not done with it), saving
     plan: SlotPlan | None = None
     steps: deque[Step] = field(factory=deque)
     event: m.Event | None = None
@@ -57,6 +70,11 @@ class Call:
     found: int = 0  # by the real request, after its prompt may have been read
     produced: int = 0
     life: int = 0
+    most: int | None = None
+    stopping: bool = False
+    legs: int = 0
+    gave_way_to: list[RequestId] = field(factory=list)
+    left: bool = False  # by its client, while it gives way
 
     def again(self) -> m.Submitted:
         """Back to its place: nobody has seen that it had been granted."""
@@ -65,11 +83,12 @@ class Call:
 
 @define
 class Saving:
-    """A save without a request."""
+    """A save that is no step of a plan; ``rid`` gives way."""
 
     slot: int
     spec: SaveSpec
     life: int
+    rid: RequestId | None = None
     event: m.SlotSaved | None = None
 
 
@@ -78,9 +97,10 @@ def shortly(message: m.Event | m.Action) -> str:
     match message:
         case m.Submitted(rid=rid):
             size = f"{len(message.keys)} pages, {message.tokens}+{message.tokens_max}"
-            return f"Submitted({rid}, {size}, pin={message.pinnable})"
+            more = f"{message.priority.name}{' preemptible' * message.preemptible}"
+            return f"Submitted({rid}, {size}, pin={message.pinnable}, {more})"
         case m.Admit(rid=rid):
-            return f"Admit({rid}, {message.plan})"
+            return f"Admit({rid}, {message.plan}{', resumes' * message.resumes})"
         case m.SlotSaved() if message.keys:
             return shortly(evolve(message, keys=())) + f" {len(message.keys)} pages"
         case m.StoreLoaded(entries):
@@ -102,27 +122,36 @@ class InjectMachine(RuleBasedStateMachine):
         self.zombies: set[int] = set()  # at work for nobody that KVStream knows
         self.starting: RequestId | None = None  # has the start lock
         self.ready = False
-        self.troubles = {"kvstream": 2, "server": 2, "others": 2, "look": 3}  # so many of each, or nothing else is done
+        # So many of each, or nothing else is done.
+        self.troubles = {"kvstream": 2, "server": 2, "others": 2, "look": 3, "identity": 2, "closing": 1}
 
     def trouble(self, what: str) -> bool:
         """Whether it may happen, now that something goes on."""
         return self.troubles[what] > 0 and any(call.where in ("running", "draining") for call in self.calls.values())
 
     @initialize(slots=st.integers(1, 3), pinned=st.sampled_from([True, True, True, False]), unified=st.booleans(),
-                read_first=st.sampled_from([0.0, 0.0, 0.5]), size=st.sampled_from([10_000, 2500, 10_000, 0]),
+                preemption=st.sampled_from(["swap", "swap", "recompute", "off"]), cells=st.sampled_from([20, 34, 60]),
+               read_first=st.sampled_from([0.0, 0.0, 0.5]), under_way=st.sampled_from([0, 0, 0, 40, 90, 170]),
+               size=st.sampled_from([10_000, 2500, 10_000, 0]),
                 host=st.sampled_from([20, 200]), prefix=st.sampled_from([True, True, True, False]))
     def begin(self, slots: int, pinned: bool, unified: bool, read_first: float, size: int, host: int,
-              prefix: bool) -> None:
-        self.runtime = NaiveRuntime.of(slots, emptying=not pinned)
+              prefix: bool, preemption: str, under_way: int, cells: int) -> None:
         mode = PoolMode.UNIFIED if unified or not pinned else PoolMode.SPLIT
-        self.limits = Limits(mode, slots, pages=slots * 40, page_tokens=PAGE, request_tokens_max=40 * PAGE,
+        pages = slots * 40 if mode is PoolMode.SPLIT else cells
+        self.runtime = NaiveRuntime.of(
+            slots, emptying=not pinned, cells=pages * PAGE if mode is PoolMode.UNIFIED else None)
+        self.limits = Limits(mode, slots, pages=pages, page_tokens=PAGE, request_tokens_max=40 * PAGE,
                              host_pages=host, source="test")
         self.slot_rules = SlotRules(slots, pinned, "ab", token_bytes=EACH)
         self.settings = SchedulerSettings(
             seats_max=4, queue_max=20, wait_s_max=1000.0, watermark=0.0, answer_tokens_default=16, shed=False,
             leader_tokens=2 * PAGE, read_first_s=read_first, save_tokens_min=PAGE, saved_bytes_max=size,
-            prefix_enabled=prefix, long_prefills_max=2, long_prefill_tokens=5 * PAGE)
+            prefix_enabled=prefix, preemption=preemption, preemptions_max=2, long_prefills_max=2,
+            long_prefill_tokens=5 * PAGE)
         self.kvstream_starts()
+        for i in range(slots if under_way else 0):  # answers that have to give way to whoever comes next
+            self.submit("abc"[i], under_way + i, 50, "pin", 1, Priority.LOW)
+            self.all_go_on("well", 7)
 
     # --- the shell --------------------------------------------------------------------------------------------------
 
@@ -136,11 +165,17 @@ class InjectMachine(RuleBasedStateMachine):
         self.up, self.known = True, self.life
         untold = {saving.spec.name for saving in self.savings} | {
             call.event.name for call in self.calls.values() if isinstance(call.event, m.SlotSaved)}
-        self.said = self.disk.listed.keys() - untold
-        entries = [SavedPrefix(name, keys, len(self.disk.files[name] or ()), EACH * len(self.disk.files[name] or ()))
-                   for name, keys in self.disk.listed.items()]
-        self.step(m.BackendUp(self.limits, fresh=fresh), m.SlotsKnown(self.slot_rules), m.StoreLoaded(tuple(entries)),
-                  self.seen())
+        self.said = (self.said - self.disk.listed.keys()) | (self.mine().keys() - untold)
+        self.step(m.BackendUp(self.limits, fresh=fresh), m.SlotsKnown(self.slot_rules), self.loaded(), self.seen())
+
+    def mine(self) -> dict[str, tuple[PageKey, ...]]:
+        """The files of the present identity that are there for everybody."""
+        return {n: keys for n, keys in self.disk.listed.items() if n.startswith(self.slot_rules.identity)}
+
+    def loaded(self) -> m.StoreLoaded:
+        return m.StoreLoaded(tuple(
+            SavedPrefix(name, keys, len(self.disk.files[name] or ()), EACH * len(self.disk.files[name] or ()))
+            for name, keys in self.mine().items()))
 
     def seen(self) -> m.SlotsLook:
         return m.SlotsLook(tuple(None if self.is_alike(i) else len(slot.tokens) for i, slot in enumerate(
@@ -176,9 +211,14 @@ class InjectMachine(RuleBasedStateMachine):
                     call.asking = False
                     if spec is not None:
                         call.steps.appendleft(("save", spec))
-                case m.SaveSlot(slot, spec, _):
+                case m.SaveSlot(slot, spec, owner):
                     assert self.runtime.slots[slot].busy is None, "a save of a slot at work"
-                    self.savings.append(Saving(slot, spec, self.known))
+                    self.savings.append(Saving(slot, spec, self.known, owner))
+                    if owner is not None:
+                        assert self.calls[owner].where == "waiting", "it does not give way"
+                        self.calls[owner].where = "saving"
+                case m.Preempt(rid, _):
+                    self.preempted(self.calls[rid])
                 case _:
                     raise AssertionError(f"what is {action}?")
 
@@ -186,6 +226,8 @@ class InjectMachine(RuleBasedStateMachine):
         call, plan = self.calls[action.rid], action.plan
         assert call.where == "waiting" and self.up
         assert action.tokens_cached < max(1, len(call.ids)) and plan is not None
+        assert action.resumes == (call.legs > 0)
+        assert plan.restore is None or self.slot_rules.identity in plan.restore[:3], "a file of another model"
         assert plan.tokens_cached <= max(0, len(call.ids) - 1)
         call.where, call.plan, call.life = "running", plan, self.known
         call.sent = call.hollow = call.asking = False
@@ -203,6 +245,18 @@ class InjectMachine(RuleBasedStateMachine):
             call.steps.append(("read", None))
         call.steps.append(("send", None))
 
+    def preempted(self, call: Call) -> None:
+        """Issue section 3: only of a lower class, never for the same request again, one at a time, and not for ever."""
+        evictor = self.scheduler._preemption._victims[call.rid].evictor
+        assert call.where == "running" and call.asked.preemptible and not call.stopping
+        assert not any(other.stopping for other in self.calls.values()), "two at a time"
+        assert evictor is not None and self.calls[evictor].where == "waiting"
+        assert self.calls[evictor].asked.priority.value < call.asked.priority.value, "it gives way to its own kind"
+        assert call.gave_way_to[-1:] != [evictor], "the same pair again"
+        assert len(call.gave_way_to) < self.settings.preemptions_max, "too often"
+        call.gave_way_to.append(evictor)
+        call.stopping = True
+
     def excused(self, call: Call) -> bool:
         """It belongs to a server that is gone, whether anybody has seen that or not."""
         return call.life != self.life or not self.alive
@@ -219,6 +273,8 @@ class InjectMachine(RuleBasedStateMachine):
                 self.starting = None
             self.tell(event)
             return
+        if call.sent:
+            self.makes(call, 3)
         if call.asking or not call.steps:
             return
         if not self.slot_rules.pinned and self.starting not in (None, call.rid):
@@ -242,7 +298,7 @@ class InjectMachine(RuleBasedStateMachine):
         self.step(m.Ended(call.rid, EndReason.FAILED))
 
     def over(self, call: Call) -> None:
-        call.where, call.event, call.asking = "gone", None, False
+        call.where, call.event, call.asking, call.stopping = "gone", None, False, False
         call.steps.clear()
         if self.starting == call.rid:
             self.starting = None
@@ -258,7 +314,10 @@ class InjectMachine(RuleBasedStateMachine):
             return
         self.over(call)
         call.where, self.known = "waiting", self.life
-        self.step(m.SlotsLost(), m.Ended(call.rid, EndReason.FAILED), call.again())
+        if call.legs:
+            self.step(m.SlotsLost(), m.Ended(call.rid, EndReason.PREEMPTED, 0))
+        else:
+            self.step(m.SlotsLost(), m.Ended(call.rid, EndReason.FAILED), call.again())
 
     def do_save(self, call: Call, spec: SaveSpec, how: str) -> None:
         assert call.slot is not None
@@ -271,10 +330,13 @@ class InjectMachine(RuleBasedStateMachine):
         assert self.runtime.slots[slot].busy is None, "a save of a slot at work"
         tokens = list(self.runtime.slots[slot].tokens)
         assert len(tokens) >= spec.tokens, "less is there than was to be saved"
-        assert keys_for(tokens)[: len(spec.keys)] == spec.keys, "a file that would not hold what it is said to"
         keys = keys_for(tokens) if how == "more" else spec.keys
         self.disk.files[spec.name] = tokens
-        self.disk.listed[spec.name] = keys
+        store = self.scheduler._admission.inject.store
+        if store is not None and spec.name in store._places:  # else it was planned for another model, and goes at once
+            assert keys_for(tokens)[: len(spec.keys)] == spec.keys, "a file that would not hold what it is said to"
+            if spec.why != "swap":
+                self.disk.listed[spec.name] = keys
         return m.SlotSaved(slot, spec.name, True, len(tokens), EACH * len(tokens), 0.001, keys, rid)
 
     def do_erase(self, call: Call, slot: int, how: str) -> None:
@@ -293,8 +355,8 @@ class InjectMachine(RuleBasedStateMachine):
                 call.hollow = True
                 return
             slot = min(idle, key=lambda i: len(self.runtime.slots[i].tokens))
-        if how == "fails":
-            self.disk.files[name] = None  # truncated, or bits of it rotten
+        if how == "fails" or self.slot_rules.identity not in name[:3]:
+            self.disk.files[name] = None  # truncated, bits of it rotten, or another model's
         done = self.runtime.restore(slot, self.disk, name)
         call.hollow = call.hollow or done is None
         if done is None:
@@ -325,6 +387,25 @@ class InjectMachine(RuleBasedStateMachine):
         call.slot, call.sent, call.found = slot, True, cached
         call.event = m.SlotStarted(call.rid)
 
+    def stops(self, call: Call, part: int) -> None:
+        """Its upstream is closed; its client stays."""
+        slot = next((s for s in self.runtime.slots if s.busy == call.rid), None)
+        if isinstance(call.event, m.SlotStarted | m.PromptRead):
+            call.event = None
+        draining = slot is not None or call.event is not None
+        if slot is not None and not call.produced:  # it stops where it was
+            slot.tokens = call.ids[: max(call.found, len(call.ids) * part // 100)]
+        elif slot is not None:  # the last token of an answer is not there, or it is, and one more
+            slot.tokens = call.ids + [ANSWER + call.rid] * (call.produced - 1 + part % 3)
+        produced = call.produced
+        event = call.event
+        self.over(call)
+        call.event, call.legs = event, call.legs + 1
+        call.ids = call.ids + [ANSWER + call.rid] * produced
+        call.most = None if call.most is None else call.most - produced
+        call.where = "parking" if draining else "waiting"
+        self.step(m.Ended(call.rid, EndReason.PREEMPTED, produced, draining=draining))
+
     def has_to_wait(self, call: Call) -> bool:
         """The runtime lets it wait: there are those that KVStream knows nothing of, and it may run in any slot."""
         pinned = call.plan is not None and call.plan.slot is not None
@@ -337,6 +418,9 @@ class InjectMachine(RuleBasedStateMachine):
         if pin is not None and self.runtime.slots[pin].busy in self.zombies:
             raise AssertionError("pinned to a slot where somebody unknown is at work")
         slot, cached = self.runtime.start(call.rid, call.ids, pin)
+        self.runtime.slots[slot].tokens = list(call.ids)
+        assert self.runtime.make_cells() or self.zombies, "a unified pool is overdrawn: every stream is killed"
+        self.runtime.slots[slot].tokens = call.ids[:cached]
         assert call.hollow or cached >= plan.tokens_cached, (
             f"{plan.tokens_cached} tokens were promised to {call.rid}, {cached} were there")
         return slot, cached
@@ -359,9 +443,10 @@ class InjectMachine(RuleBasedStateMachine):
     def running(self) -> list[Call]:
         return [call for call in self.calls.values() if call.where == "running"]
 
-    @rule(prompt=prompts, tokens=st.integers(1, 200), most=st.none() | st.integers(1, 60),
-          kind=st.sampled_from(["pin"] * 9 + ["guess", "float", "two"]), again=st.integers(1, 3))
-    def submit(self, prompt: str, tokens: int, most: int | None, kind: str, again: int) -> None:
+    @rule(prompt=prompts, tokens=st.integers(1, 200) | st.integers(100, 200), most=st.none() | st.integers(1, 60),
+          kind=st.sampled_from(["pin"] * 9 + ["guess", "float", "two"]), again=st.integers(1, 3),
+          priority=st.sampled_from([Priority.LOW, Priority.LOW, Priority.NORMAL, Priority.HIGH]))
+    def submit(self, prompt: str, tokens: int, most: int | None, kind: str, again: int, priority: Priority) -> None:
         pinnable = kind in ("pin", "guess")
         tokens = tokens if pinnable else FLOAT_TOKENS + tokens
         for _ in range(again if pinnable else 1):
@@ -371,8 +456,9 @@ class InjectMachine(RuleBasedStateMachine):
             rid, ids = RequestId(self.next_rid), ids_of(prompt, tokens)
             asked = m.Submitted(
                 rid, keys_for(ids), tokens, most, 1e9, seats=2 if kind == "two" else 1, pinnable=pinnable,
-                exact=kind == "pin", bytes=1)
-            self.calls[rid] = Call(rid, ids, asked)
+                exact=kind == "pin", bytes=1, count_source=CountSource.EXACT, priority=priority,
+                preemptible=pinnable and tokens % 4 > 0)
+            self.calls[rid] = Call(rid, ids, asked, most=most)
             self.step(asked)
 
     @precondition(lambda self: self.running())
@@ -407,12 +493,13 @@ class InjectMachine(RuleBasedStateMachine):
                 self.makes(call, tokens)
 
     def makes(self, call: Call, tokens: int) -> None:
-        most = call.asked.tokens_max
-        tokens = tokens if most is None else min(tokens, most - call.produced)
+        most = 40 * PAGE - len(call.ids) if call.most is None else call.most
+        tokens = min(tokens, most - call.produced, 20 if self.runtime.cells is None else 4)
         if tokens > 0 and not self.excused(call):
             call.produced += tokens
             slot = next(s for s in self.runtime.slots if s.busy == call.rid)
             slot.tokens = call.ids + [ANSWER + call.rid] * call.produced
+            assert self.runtime.make_cells() or self.zombies, "a unified pool is overdrawn: every stream is killed"
             self.step(m.Produced(call.rid, tokens))
 
     @precondition(lambda self: any(c.sent and c.event is None for c in self.running()))
@@ -424,6 +511,23 @@ class InjectMachine(RuleBasedStateMachine):
         else:
             self.finish_now(call)
 
+    @precondition(lambda self: any(c.stopping for c in self.running()))
+    @rule(part=st.integers(0, 100), bound=st.sampled_from([False, False, False, True]))
+    def give_way(self, part: int, bound: bool) -> None:
+        call = next(c for c in self.running() if c.stopping)
+        if bound:
+            call.stopping, call.asked = False, evolve(call.asked, preemptible=False)
+            self.step(m.Bound(call.rid))
+        else:
+            self.stops(call, part)
+
+    @precondition(lambda self: any(c.where in ("parking", "saving") and not c.left for c in self.calls.values()))
+    @rule(data=st.data())
+    def leave_giving_way(self, data: st.DataObject) -> None:
+        call = self.some(data, [c for c in self.calls.values() if c.where in ("parking", "saving") and not c.left])
+        call.left = True
+        self.step(m.Ended(call.rid, EndReason.CANCELLED, draining=True))
+
     @precondition(lambda self: any(c.where in ("waiting", "running") for c in self.calls.values()))
     @rule(data=st.data(), part=st.integers(0, 100))
     def leave(self, data: st.DataObject, part: int) -> None:
@@ -431,7 +535,7 @@ class InjectMachine(RuleBasedStateMachine):
         call = self.some(data, [c for c in self.calls.values() if c.where in ("waiting", "running")])
         busy = any(slot.busy == call.rid for slot in self.runtime.slots)
         if call.where == "running" and (busy or call.event is not None):
-            call.where, call.asking = "draining", False
+            call.where, call.asking, call.stopping = "draining", False, False
             call.steps.clear()
             if isinstance(call.event, m.SlotStarted | m.PromptRead):
                 call.event = None
@@ -445,10 +549,10 @@ class InjectMachine(RuleBasedStateMachine):
             self.over(call)
             self.step(m.Ended(call.rid, EndReason.CANCELLED))
 
-    @precondition(lambda self: any(c.where == "draining" for c in self.calls.values()))
+    @precondition(lambda self: any(c.where in ("draining", "parking") for c in self.calls.values()))
     @rule(data=st.data(), capped=st.sampled_from([False, False, True]))
     def drained(self, data: st.DataObject, capped: bool) -> None:
-        self.drain(self.some(data, [c for c in self.calls.values() if c.where == "draining"]), capped)
+        self.drain(self.some(data, [c for c in self.calls.values() if c.where in ("draining", "parking")]), capped)
 
     def drain(self, call: Call, capped: bool) -> None:
         if call.event is not None:
@@ -460,7 +564,9 @@ class InjectMachine(RuleBasedStateMachine):
             self.zombies.add(call.rid)
         else:
             self.runtime.stop(call.rid)
+        waits = call.where == "parking" and not call.left
         self.over(call)
+        call.where = "waiting" if waits else "gone"
         self.step(m.SeatIdle(call.rid, capped))
 
     @precondition(lambda self: self.savings)
@@ -471,9 +577,13 @@ class InjectMachine(RuleBasedStateMachine):
     def save_on(self, saving: Saving, how: str) -> None:
         if saving.event is None:
             # Another server has other tokens in that slot, which the shell sees by their number.
-            saving.event = self.saved(saving.slot, saving.spec, how if saving.life == self.life else "fails", None)
+            how = how if saving.life == self.life else "fails"
+            saving.event = self.saved(saving.slot, saving.spec, how, saving.rid)
         else:
             self.savings.remove(saving)
+            if saving.rid is not None and self.calls[saving.rid].where == "saving":
+                call = self.calls[saving.rid]
+                call.where = "gone" if call.left else "waiting"
             self.tell(saving.event)
 
     @precondition(lambda self: self.up and self.alive and self.is_quiet() and (
@@ -522,11 +632,30 @@ class InjectMachine(RuleBasedStateMachine):
         self.alive = quick
         for saving in self.savings:
             if saving.event is None:
-                saving.event = m.SlotSaved(saving.slot, saving.spec.name, False)
+                saving.event = m.SlotSaved(saving.slot, saving.spec.name, False, rid=saving.rid)
+
+    @precondition(lambda self: self.alive and self.up and self.known == self.life and self.trouble("identity"))
+    @rule()
+    def it_is_another_model(self) -> None:
+        """Found out while requests run. Whatever was computed before is of no use, however long it is."""
+        self.troubles["identity"] -= 1
+        for slot in self.runtime.slots:
+            slot.tokens = [0] * len(slot.tokens)
+        for call in self.running():
+            call.hollow = True
+        self.slot_rules = evolve(self.slot_rules, identity="cd" if self.slot_rules.identity == "ab" else "ab")
+        self.said = set(self.mine())
+        self.step(m.SlotsKnown(self.slot_rules), self.loaded())
+
+    @precondition(lambda self: self.up and self.troubles["closing"] and self.next_rid > 5)
+    @rule(refuse=st.booleans())
+    def kvstream_drains(self, refuse: bool) -> None:
+        self.troubles["closing"] -= 1
+        self.step(m.Closing(refuse))
 
     @precondition(lambda self: not self.alive or self.known != self.life)
-    @rule()
-    def server_is_missed(self) -> None:
+    @rule(at_once=st.booleans())
+    def server_is_missed(self, at_once: bool = True) -> None:
         """The watcher sees that it is gone, or another one: every connection to it is."""
         stale = [call for call in self.calls.values() if call.where in ("running", "draining") and self.excused(call)]
         if not self.alive:
@@ -535,6 +664,9 @@ class InjectMachine(RuleBasedStateMachine):
         for call in stale:
             if call.where != "gone":
                 self.breaks_off(call)
+        for call in self.calls.values():
+            while at_once and call.where == "parking":
+                self.drain(call, False)
         self.alive = True
         self.server_is_up(fresh=True)
 
@@ -547,6 +679,9 @@ class InjectMachine(RuleBasedStateMachine):
                 self.zombies.add(slot.busy)
         for call in self.calls.values():
             self.over(call)
+        for name in self.disk.files.keys() - self.disk.listed.keys():
+            self.disk.forget(name)
+        self.said.clear()
         self.savings, self.starting = [], None
         self.kvstream_starts()
 
@@ -560,8 +695,8 @@ class InjectMachine(RuleBasedStateMachine):
         view = self.scheduler.snapshot(self.now)
         for where, rids in (("waiting", {w.rid for w in view.waiting}),
                             ("running", {r.rid for r in view.running if not r.draining}),
-                            ("draining", {r.rid for r in view.running if r.draining})):
-            assert rids == {rid for rid, call in self.calls.items() if call.where == where}, where
+                            ("draining parking saving", {r.rid for r in view.running if r.draining})):
+            assert rids == {rid for rid, call in self.calls.items() if call.where in where.split()}, where
 
     @invariant()
     def what_is_believed_of_slots_is_true(self) -> None:
@@ -585,12 +720,13 @@ class InjectMachine(RuleBasedStateMachine):
                 continue  # it went bad, or is about to be told: the restore fails
             assert keys_for(real)[: len(entry.keys)] == entry.keys, "a wrong prefix is offered"
         assert self.said <= {entry.name for entry in store.entries()}, "something saved was lost"
-        assert store.bytes <= self.settings.saved_bytes_max or store._holds
+        assert store.bytes <= self.settings.saved_bytes_max or store._holds or any(
+            entry.name.startswith("s") for entry in store.entries())
 
     @invariant()
     def an_idle_lane_serves(self) -> None:
         places = [call.where for call in self.calls.values()]
-        if self.ready and self.up and not {"running", "draining"} & set(places) and not self.savings:
+        if self.ready and self.up and set(places) <= {"waiting", "gone"} and not self.savings:
             assert "waiting" not in places, "somebody waits for an idle lane"
 
     def to_the_end(self) -> None:
@@ -598,14 +734,16 @@ class InjectMachine(RuleBasedStateMachine):
         if not self.alive or self.known != self.life:
             self.server_is_missed()
         for _ in range(2000):
-            live = [call for call in self.calls.values() if call.where in ("running", "draining")]
+            live = [call for call in self.calls.values() if call.where not in ("waiting", "gone")]
             waiting = any(call.where == "waiting" for call in self.calls.values())
             if not live and not waiting and not self.savings:
                 return
             self.zombie_ends()
             for call in live:
-                if call.where == "draining":
+                if call.where in ("draining", "parking"):
                     self.drain(call, False)
+                elif call.where == "running" and call.stopping:
+                    self.stops(call, 50)
                 elif call.where == "running" and call.sent and call.event is None:
                     self.finish_now(call)
                 elif call.where == "running":
@@ -626,4 +764,5 @@ class InjectMachine(RuleBasedStateMachine):
 
 
 TestInjectMachine = InjectMachine.TestCase
-TestInjectMachine.settings = hypothesis_settings(max_examples=60, stateful_step_count=50)
+TestInjectMachine.settings = hypothesis_settings(
+    max_examples=max(60, hypothesis_settings.default.max_examples), stateful_step_count=50)
