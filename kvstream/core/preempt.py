@@ -190,8 +190,8 @@ class Preemption:
         """Its answer has begun, so its whole prompt is in the slot, and the answer but for the last token."""
         slots, store = self._inject.slots, self._inject.store
         slot = slots.slot_of(run.rid) if slots is not None else None
-        if slot is None or store is None or not self._swaps:
-            return []
+        if slot is None or store is None or not self._swaps or run.epoch != ledger.epoch:
+            return []  # of another life of the runtime, or another model, nothing is there, or nothing that goes on
         keys = run.keys[: run.tokens // ledger.limits.page_tokens] if run.exact else ()
         planned = store.plan_save(keys, run.tokens + run.produced - 1, "swap", now, run.rid)
         if planned is None:

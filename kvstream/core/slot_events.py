@@ -59,7 +59,7 @@ class SlotEvents:
             case m.SlotsLost() if self._inject.slots is not None:
                 for slot in self._inject.slots.slots:
                     self._inject.put(slot, (), 0, False)
-                    slot.hits = 0
+                    slot.empty()
             case m.SlotsLook(tokens, busy) if self._inject.slots is not None:
                 self._look(self._inject.slots, tokens, busy)
             case m.SlotStarted(rid):
@@ -144,11 +144,12 @@ class SlotEvents:
         run.reading, run.serving = False, True
         keys = run.keys[: run.tokens // ledger.limits.page_tokens]
         slot = self._inject.slots.slot_of(run.rid) if self._inject.slots is not None else None
-        if slot is not None:
+        valid = run.epoch == ledger.epoch  # else another process read it, or another model
+        if slot is not None and valid:
             self._inject.put(slot, keys, run.tokens, run.exact)
         actions: list[m.Action] = []
         spec = None
-        if self._queue.holds(("leader", run.rid)):
+        if valid and self._queue.holds(("leader", run.rid)):
             spec = self._inject.plan_save(keys, len(keys) * ledger.limits.page_tokens, "fork", now, actions)
         if spec is None:
             self._inject.let_go(run.rid, alone=True)

@@ -33,7 +33,7 @@ class Slot:
     """``keys`` name the full pages that it holds from its start, of ``tokens`` tokens in all; ``exact`` if they are of
     the runtime's own token ids. ``owner`` runs in it, or ``saving`` is the file that it is being saved to. ``idle``: it
     was seen idle since somebody last ran in it. ``hits`` counts how often what it holds was used again, ``turns``
-    how often it was given away."""
+    how often it was given away, or lost what it held."""
 
     index: int
     owner: RequestId | None = None
@@ -69,6 +69,7 @@ class Slot:
     def empty(self) -> None:
         self.hold((), 0, False)
         self.hits = 0
+        self.turns += 1
 
 
 class SlotMap:

@@ -1,15 +1,16 @@
-"""Playbooks of what nobody saw: a slot whose request left early, a save of before a restart, a leader that drains. Each
-was found by ``test_inject_machine``."""
+"""Playbooks of what nobody saw: a slot whose request left early, what is told of before a restart or of another model,
+a leader that drains. Each was found by ``test_inject_machine``, or in making it."""
 
 from __future__ import annotations
 
+import pytest
 from attrs import evolve
 
 from kvstream.core import messages as m
 from kvstream.core.types import EndReason, RequestId
 from tests.core.test_fork import lane, read, restored, saved, spec_of, stored
 from tests.core.test_preempt import gave_way, high, low
-from tests.core.test_slots import ask, plans, served, split
+from tests.core.test_slots import ask, plans, rules, served, split
 from tests.play import Play, ended, idle, keys_of
 
 FILE = "x" * 20 + "y" * 20
@@ -76,3 +77,43 @@ def test_one_that_gave_way_goes_on_in_its_slot_with_more_than_its_prompt() -> No
     play.step(high(2), expect=["preempt 1 recompute"])
     play.step(ended(2, EndReason.CANCELLED), gave_way(1, 40))
     play.step(idle(1), expect=["admit 1 slot=0 resumes promised=672"])
+
+
+OTHER_MODEL = m.SlotsKnown(evolve(rules(1), identity="other"))
+RESTART = m.BackendUp(split(1, host_pages=4096), fresh=True)
+
+
+def give_way(play: Play, policy: str) -> None:
+    play.step(low(1, 640, None), expect=["admit 1 slot=0"])
+    play.step(m.SlotStarted(RequestId(1)), m.Produced(RequestId(1), 40))
+    play.step(high(2), expect=[f"preempt 1 {policy}"])
+    play.step(gave_way(1, 40))
+
+
+@pytest.mark.parametrize("event", [OTHER_MODEL, RESTART])
+def test_the_state_of_one_that_gave_way_before_is_not_saved(event: m.Event) -> None:
+    """It would be another model's, under the present one's name."""
+    play = lane(1)
+    give_way(play, "swap")
+    play.step(event)
+    play.step(idle(1), expect=["admit 2 slot=0"])
+    play.step(ended(2), expect=["admit 1 resumes promised=0"])
+
+
+@pytest.mark.parametrize("event", [OTHER_MODEL, RESTART])
+def test_a_prompt_that_was_read_before_is_not_in_a_slot_now(event: m.Event) -> None:
+    play = lane(1)
+    play.step(ask(1, 640, prompt="s" * 39 + "a"), expect=["admit 1 slot=0 read_first"])
+    play.step(ask(2, 640, prompt="s" * 39 + "b"))
+    play.step(event)
+    play.step(read(1, 640), expect=["proceed 1 nothing-saved"])
+    assert play.see().slots[0].tokens == 0
+
+
+@pytest.mark.parametrize("event", [m.SlotsLost(), OTHER_MODEL, RESTART])
+def test_what_was_left_in_a_slot_and_lost_is_not_taken_for_what_is_as_long(event: m.Event) -> None:
+    play = lane(1, preemption="recompute")
+    give_way(play, "recompute")
+    play.step(ended(2, EndReason.CANCELLED), m.Narrowed(0), idle(1))
+    play.step(event, m.SlotsLook((679,), frozenset()))
+    play.step(m.Narrowed(None), expect=["admit 1 slot=0 resumes promised=0"])
