@@ -80,6 +80,8 @@ class SlotEvents:
         gone = self._inject.store.set_rules(rules) if self._inject.store is not None else ()
         if before is None or rules is None or before.identity != rules.identity:
             self._inject.costs = Costs()
+        if before is not None and rules is not None and before.identity != rules.identity and ledger is not None:
+            ledger.renew()
         if rules is None or not rules.pinned:
             self._inject.slots = None
         elif self._inject.slots is None or before is None or before.slots != rules.slots:
@@ -94,8 +96,6 @@ class SlotEvents:
             self._inject.slots.rules = rules
             if before.identity != rules.identity:
                 self._inject.slots.forget()
-                if ledger is not None:
-                    ledger.renew()
         if rules is not None:
             self._inject.costs.token_bytes, self._inject.costs.fixed_bytes = rules.token_bytes, rules.fixed_bytes
         for section in list(self._queue.held()):

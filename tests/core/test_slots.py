@@ -12,7 +12,7 @@ IDENTITY = "0123456789abcdef"
 
 
 def rules(slots: int = 4, **more: Any) -> SlotRules:
-    return SlotRules(slots, identity=IDENTITY, token_bytes=1000.0, **more)
+    return SlotRules(slots, **{"identity": IDENTITY, "token_bytes": 1000.0, **more})
 
 
 def split(seats: int = 4, **more: Any) -> Limits:

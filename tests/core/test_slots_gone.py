@@ -110,6 +110,15 @@ def test_a_prompt_that_was_read_before_is_not_in_a_slot_now(event: m.Event) -> N
     assert play.see().slots[0].tokens == 0
 
 
+def test_nor_is_it_another_models_file_where_nothing_is_pinned() -> None:
+    play = lane(1)
+    play.step(m.SlotsKnown(rules(1, pinned=False)))
+    play.step(ask(1, 640, prompt="s" * 39 + "a"), expect=["admit 1 slot=any read_first"])
+    play.step(ask(2, 640, prompt="s" * 39 + "b"))
+    play.step(m.SlotsKnown(rules(1, pinned=False, identity="other")))
+    play.step(read(1, 640), expect=["proceed 1 nothing-saved"])
+
+
 @pytest.mark.parametrize("event", [m.SlotsLost(), OTHER_MODEL, RESTART])
 def test_what_was_left_in_a_slot_and_lost_is_not_taken_for_what_is_as_long(event: m.Event) -> None:
     play = lane(1, preemption="recompute")
