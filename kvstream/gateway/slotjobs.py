@@ -70,12 +70,14 @@ class SlotJobs:
         return job
 
     async def do(self, slot: int, work: Callable[[Job], Awaitable[T]]) -> T | None:
-        """Do it and wait for it. None where it failed by a bug. *Cancellation*: the waiting ends, the job goes on."""
+        """Do it, after what somebody who left still has done there, and wait for it. None where it failed by a bug.
+        *Cancellation*: the waiting ends, the job goes on."""
         results: list[T] = []
 
         async def keep(job: Job) -> None:
             results.append(await work(job))
 
+        await self.wait(slot)
         job = self.start(slot, keep)
         await job.done.wait()
         return results[0] if results else None

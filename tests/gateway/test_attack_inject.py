@@ -60,3 +60,35 @@ async def test_what_the_process_before_was_doing_gets_a_moment_to_end_before_thi
             took = trio.current_time() - began
         assert took < 8
         assert lane.engine.inject.mode == ("hard" if dies < 5 else "soft")
+
+
+async def test_a_fork_is_saved_from_a_slot_that_somebody_who_left_is_still_restoring_into(
+        tmp_path: Path, autojump_clock: trio.abc.Clock) -> None:
+    """Where nothing is pinned the runtime may put the next request into just that slot: its large file is being read
+    through for its checksum, and nothing was asked of the runtime yet."""
+    async with same_model(), open_hard(tmp_path, slots=3, unified=True, cache_ram=True, prefill_rate=200.0) as lane:
+        assert lane.engine.inject.mode == "hard-unpinned"
+
+        async def pair(name: int) -> None:
+            async with trio.open_nursery() as nursery:
+                for number in range(2):
+                    nursery.start_soon(lambda n=number: chat(lane, text(name, 300) + f" and {n}", max_tokens=4))
+
+        await pair(1)
+        lane.runtime.restart()
+        await trio.sleep(30)
+        inject = lane.engine.inject.lane
+        assert inject is not None and inject.store is not None
+        offer, slow = inject.store.offer, [8.0]
+
+        async def offer_slowly(name: str) -> str:
+            await trio.sleep(slow.pop() if slow else 0)
+            return await offer(name)
+
+        with mock.patch.object(inject.store, "offer", offer_slowly), trio.fail_after(60):
+            with trio.move_on_after(0.5):
+                await chat(lane, text(1, 300) + " again", max_tokens=4)
+            assert not slow and lane.engine.inject.jobs, "it left in the middle of its restore"
+            await pair(2)
+            await lane.until_empty(30)
+        check_wire(lane.runtime)
