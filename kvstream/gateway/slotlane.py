@@ -151,14 +151,22 @@ class SlotLane:
         """It was not heard for so long that it may be another one by now."""
         return trio.current_time() - self._heard_at >= SILENCE_S
 
-    async def same_process(self) -> bool:
-        """Whether what we believe of its slots is of this process, awake. If not, everybody has been told.
+    @property
+    def process(self) -> str:
+        """Which process our beliefs are of; empty where that cannot be known."""
+        return self._process
+
+    async def same_process(self, since: str | None = None) -> bool:
+        """Whether what we believe of its slots is of this process, awake. If not, everybody has been told. With
+        ``since`` it is asked even if it was heard just now, and must still be that one.
 
         *Errors*: none; a runtime that does not answer is taken to be the same, the call itself will show.
         *Cancellation*: safe.
         """
+        if since is not None and self._process != since:
+            return False
         call = self._adapter.process()
-        if call is None or self.rules is None or not self.silent:
+        if call is None or self.rules is None or not (self.silent or since is not None):
             return True
         try:
             reply = await self._upstream.request(call, timeout_s=ASK_TIMEOUT_S)

@@ -104,11 +104,11 @@ class SlotWork:
         if plan.restore is not None:
             name = plan.restore
             stream.restored = bool(await self.jobs.do(slot, lambda job: self._restore(job, name, stream.rid)))
-        if plan.read_first:
-            stream.read = await self._read_first(stream, slot)
+        if plan.read_first and not await self._has_read(stream, slot):
+            return None
         return Opening(stream.slot, stream.read)
 
-    async def _open_unpinned(self, stream: Stream, plan: SlotPlan) -> Opening:
+    async def _open_unpinned(self, stream: Stream, plan: SlotPlan) -> Opening | None:
         """The runtime will choose the slot: what is restored goes into one that is idle now, and what is erased is."""
         look = await self._lane.look() if plan.erase or plan.restore is not None else None
         idle = [] if look is None else [
@@ -119,9 +119,16 @@ class SlotWork:
         if plan.restore is not None and look is not None and idle:
             name, slot = plan.restore, min(idle, key=lambda slot: look.tokens[slot] or 0)
             stream.restored = bool(await self.jobs.do(slot, lambda job: self._restore(job, name, stream.rid)))
-        if plan.read_first:
-            stream.read = await self._read_first(stream, None)
+        if plan.read_first and not await self._has_read(stream, None):
+            return None
         return Opening(None, stream.read)
+
+    async def _has_read(self, stream: Stream, slot: int | None) -> bool:
+        """Read the prompt. False: that broke off since the runtime is another process now, which nobody is to be sent
+        to before it is known."""
+        process = self._lane.process
+        stream.read = await self._read_first(stream, slot)
+        return stream.read is not None or await self._lane.same_process(process)
 
     async def _read_first(self, stream: Stream, slot: int | None) -> PromptWork | None:
         ids = stream.prompt.ids if stream.prompt is not None else None

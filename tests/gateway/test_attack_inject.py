@@ -92,3 +92,22 @@ async def test_a_fork_is_saved_from_a_slot_that_somebody_who_left_is_still_resto
             await pair(2)
             await lane.until_empty(30)
         check_wire(lane.runtime)
+
+
+@pytest.mark.parametrize("unified", [False, True])
+async def test_a_runtime_that_dies_while_it_reads_a_prompt_is_asked_before_it_gets_that_prompt_again(
+        tmp_path: Path, autojump_clock: trio.abc.Clock, unified: bool) -> None:
+    async with same_model(), open_hard(
+            tmp_path, slots=2, n_ctx=8000, prefill_rate=100.0, unified=unified, cache_ram=unified) as lane:
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(lambda: chat(lane, text(1, 400), max_tokens=20))
+            await trio.sleep(2)
+            reading = lane.runtime.journal.entries[-1]
+            assert reading.request.json["n_predict"] == 0 and reading.ended_at is None
+            lane.runtime.restart(load_s=2.0)
+            at = len(lane.runtime.journal.entries)
+        later = [e for e in lane.runtime.journal.entries[at:] if e.request.method == "POST"]
+        first = next(n for n, e in enumerate(later) if "amber" in e.prompt)
+        assert any(e.request.path.startswith("/slots/") for e in later[:first]), "not asked about its slots"
+        assert lane.engine.inject.mode == ("hard-unpinned" if unified else "hard")
+        check_wire(lane.runtime)
