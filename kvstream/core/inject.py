@@ -178,6 +178,7 @@ class Inject:
     def grant(self, waiting: Waiting, ledger: Ledger, now: float) -> tuple[SlotPlan, int, list[m.Action]]:
         """A request is admitted: its plan, how many of its prompt's tokens are believed to be cached, and which files
         have to go first."""
+        self._doubt_idle(ledger)
         choice, size = self.choice(waiting, ledger, now), ledger.limits.page_tokens
         slots, slot, spec = self.slots, choice.slot, None
         gone: list[m.Action] = []
@@ -261,6 +262,17 @@ class Inject:
             slot.hits = 0
         return tuple(slot.index for slot in gone)
 
+    def _doubt_idle(self, ledger: Ledger, ended: int = 0) -> None:
+        """Answers may have taken the cells of idle slots, which a unified pool does not tell. The most is taken when
+        somebody leaves, with ``ended`` tokens, or now."""
+        if self.slots is None or ledger.limits.mode is not PoolMode.UNIFIED:
+            return
+        used = ended + sum(run.table.length for run in self._running.values())
+        held = sum(slot.tokens for slot in self.slots.slots if slot.owner is None)
+        if used + held > ledger.limits.pages * ledger.limits.page_tokens:
+            self.slots.doubt()
+            self.changed()
+
     def plan_save(self, keys: tuple[PageKey, ...], tokens: int, why: SaveWhy, now: float,
                   gone: list[m.Action]) -> SaveSpec | None:
         """A file for that, if there may be one; what has to be deleted first is appended to ``gone``."""
@@ -287,6 +299,7 @@ class Inject:
         if run.first_at is not None and run.over_at is None:
             self.costs.decode.note(run.produced, now - run.first_at)
         self._left_over += run.tokens + run.produced
+        self._doubt_idle(ledger, run.tokens + run.produced)
         slot = self.slots.leave(run.rid, now, idle=idle) if self.slots is not None else None
         if slot is not None:
             self._leave_content(run, slot, ledger, now)

@@ -153,8 +153,7 @@ class SlotMap:
             return slot
         if self._floats.pop(rid, None) is not None:
             self._lost += not idle
-            for other in self.slots:
-                other.doubtful = other.doubtful or (other.owner is None and bool(other.keys))
+            self.doubt()
         self._placed.pop(rid, None)
         return None
 
@@ -192,6 +191,11 @@ class SlotMap:
             elif not slot.idle or seen is None or abs(seen - slot.tokens) > NEAR_TOKENS:
                 slot.empty()
             slot.doubtful = False
+
+    def doubt(self) -> None:
+        """What nobody runs in may hold something else now."""
+        for slot in self.slots:
+            slot.doubtful = slot.doubtful or (slot.owner is None and bool(slot.keys))
 
     def forget(self) -> None:
         """Nothing is known of what the slots hold. Who owns them is."""

@@ -11,7 +11,7 @@ from kvstream.core.types import EndReason, RequestId
 from tests.core.test_fork import lane, read, restored, saved, spec_of, stored
 from tests.core.test_preempt import gave_way, high, low
 from tests.core.test_slots import ask, plans, rules, served, split
-from tests.play import Play, ended, idle, keys_of
+from tests.play import Play, ended, idle, keys_of, limits, produced
 
 FILE = "x" * 20 + "y" * 20
 
@@ -53,6 +53,20 @@ def test_a_save_told_after_a_restart_says_nothing_of_the_new_slots() -> None:
     play.step(evolve(saved(spec, 0, tokens=688), keys=keys_of("a", 688)))
     assert [view.tokens for view in play.see().slots] == [0] * 4
     play.step(ask(3, 704, prompt="a"), expect=["admit 3 restore promised=688"])
+
+
+def test_cells_that_an_answer_took_from_idle_slots_are_not_promised() -> None:
+    """A runtime with one pool empties idle slots for those at work, and does not say so."""
+    play = Play(backend=limits(seats=2, pages=20))
+    play.step(m.SlotsKnown(rules(2)))
+    served(play, 1, 160, "a")
+    play.step(ask(2, 120, 60, prompt="b"), expect=["admit 2 slot=1"])
+    play.step(m.SlotStarted(RequestId(2)), produced(2, 40))
+    play.step(produced(2, 15), ended(2))
+    assert play.scheduler.wants_look
+    play.step(ask(3, 176, prompt="a"), expect=["admit 3 slot=0 promised=0 erase=1"])
+    play.step(ended(3, EndReason.CANCELLED), m.SlotsLook((160, 0), frozenset()))
+    play.step(ask(4, 176, prompt="a"), expect=["admit 4 slot=0 promised=160"])
 
 
 def test_nobody_waits_for_a_leader_that_drains() -> None:
