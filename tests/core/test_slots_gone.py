@@ -140,3 +140,13 @@ def test_what_was_left_in_a_slot_and_lost_is_not_taken_for_what_is_as_long(event
     play.step(ended(2, EndReason.CANCELLED), m.Narrowed(0), idle(1))
     play.step(event, m.SlotsLook((679,), frozenset()))
     play.step(m.Narrowed(None), expect=["admit 1 slot=0 resumes promised=0"])
+
+
+def test_pages_that_a_request_began_on_and_lost_are_forgotten_with_it() -> None:
+    play = lane(2)
+    served(play, 1, 160, "a")
+    play.step(ask(2, 320, prompt="a"), expect=["admit 2 slot=0 promised=160"])
+    play.step(m.SlotsLost())
+    assert play.see().prefix_nodes == 10
+    play.step(ended(2, EndReason.CANCELLED))
+    assert play.see().prefix_nodes == 0
