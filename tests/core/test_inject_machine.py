@@ -9,6 +9,8 @@ the server or KVStream dies. What must hold after *every* step:
   saves, restores or erases one (``NaiveRuntime`` asserts it), and nobody waits in the runtime's own queue;
 * what is offered of the store is on disk and begins with the pages it is said to; what was said to be saved is offered
   until it was said to be forgotten;
+* nobody gives way too often, to the same again, or to his own kind; what is restored is of the present model;
+* a unified pool is never overdrawn: then every stream would be killed;
 * the books balance, an idle lane serves, and in the end every request has ended.
 """
 

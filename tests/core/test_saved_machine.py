@@ -225,4 +225,4 @@ class StoreMachine(RuleBasedStateMachine):
 
 
 TestStoreMachine = StoreMachine.TestCase
-TestStoreMachine.settings = settings(max_examples=60, stateful_step_count=50)
+TestStoreMachine.settings = settings(max_examples=max(60, settings.default.max_examples), stateful_step_count=50)
