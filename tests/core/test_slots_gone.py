@@ -150,3 +150,15 @@ def test_pages_that_a_request_began_on_and_lost_are_forgotten_with_it() -> None:
     assert play.see().prefix_nodes == 10
     play.step(ended(2, EndReason.CANCELLED))
     assert play.see().prefix_nodes == 0
+
+
+def test_a_float_that_nobody_saw_end_may_be_anywhere_until_somebody_looks() -> None:
+    play = lane(2)
+    play.step(ask(1, 64, pinnable=False), expect=["admit 1 slot=any"])
+    play.step(m.SlotStarted(RequestId(1)), ended(1, EndReason.CANCELLED, draining=True))
+    play.step(m.SeatIdle(RequestId(1), capped=True))
+    play.step(ask(2, 64), expect=["admit 2 slot=any"])
+    play.step(m.SlotStarted(RequestId(2)), ended(2))
+    assert play.scheduler.wants_look
+    play.step(m.SlotsLook((64, 0), frozenset({0})))
+    play.step(ask(3, 64), expect=["admit 3 slot=1"])
