@@ -192,4 +192,5 @@ class PreemptMachine(RuleBasedStateMachine):
 
 
 TestPreemptMachine = PreemptMachine.TestCase
-TestPreemptMachine.settings = settings(max_examples=max(60, settings.default.max_examples), stateful_step_count=30, deadline=None)
+TestPreemptMachine.settings = settings(
+    max_examples=max(60, settings.default.max_examples), stateful_step_count=30, deadline=None)
