@@ -162,3 +162,10 @@ def test_a_float_that_nobody_saw_end_may_be_anywhere_until_somebody_looks() -> N
     assert play.scheduler.wants_look
     play.step(m.SlotsLook((64, 0), frozenset({0})))
     play.step(ask(3, 64), expect=["admit 3 slot=1"])
+
+
+def test_a_look_before_a_float_has_its_slot_does_not_say_where_it_is() -> None:
+    play = lane(2)
+    play.step(ask(1, 64, pinnable=False), expect=["admit 1 slot=any"])
+    play.step(m.SlotsLook((64, 0), frozenset({0})))  # somebody else's
+    play.step(ask(2, 64), expect=["admit 2 slot=any"])
