@@ -229,6 +229,28 @@ def test_an_evictor_that_was_parked_itself_does_not_evict_the_same_one_again() -
     play.step(ended(2), expect=["admit 1 resumes restore"])
 
 
+def test_an_evictor_that_waits_again_beside_its_victim_leaves_it_alone() -> None:
+    play = lane(seats=2)
+    play.step(low(1), high(9), expect=["admit 9", "admit 1"])
+    play.step(produced(1), low(2, priority="normal"), expect=["preempt 1"])
+    play.step(gave_way(1, 1), idle(1), expect=["save 1 why=swap rid=1"])
+    play.step(saved(1, 1), expect=["admit 2"])
+    play.step(produced(2), ended(9), expect=["admit 1 resumes"])
+    play.step(restored(1), produced(1), expect=["forget sabx1.kv"])
+    play.step(high(3), gave_way(2, 1, draining=False), expect=["admit 3"])
+    assert play.why == {2: "seat"}
+    play.step(ended(3), expect=["admit 2 resumes"])
+
+
+def test_while_one_is_being_stopped_nobody_else_is() -> None:
+    play = lane(seats=2)
+    play.step(low(1), low(2), expect=["admit 1", "admit 2"])
+    play.step(produced(1), produced(2), high(3), expect=["preempt 2"])
+    play.step(high(4))
+    play.step(gave_way(2, 1), idle(2), expect=["save 1 why=swap rid=2"])
+    play.step(saved(2, 1), expect=["admit 3", "preempt 1"])
+
+
 def test_two_victims_for_one_that_needs_the_pages_of_both() -> None:
     play = Play(seats=4, pages=16)
     play.step(m.SlotsKnown(SlotRules(4)))
