@@ -5,7 +5,8 @@ runtime is done with it. Of all others nobody knows the slot, and counting prove
 one still on its way may occupy one. So when of the slots that belong to nobody no more work than there are such started
 streams and *other* draining requests, one draining request must be idle. A stream that ended at the runtime while its
 last bytes are on their way to us would be counted as working; hence the short pause before the streams are counted. A
-request whose headers never came may not have reached its slot when we looked, hence the second look.
+request whose headers never came may not have reached its slot when we looked, hence the second look, and for one that
+was pinned, whose slot somebody else would be pinned to, ``UNHEARD_S``.
 
 With hard inject there is a second reason to look: the scheduler wants to know what slots hold and which are idle, after
 requests that the runtime placed by itself, and after a seat that was given up waiting for (``SlotsLook``).
@@ -31,6 +32,10 @@ SAMPLE_SETTLE_S = 0.01
 # While a prompt is read there are no others, so looking more often keeps the cancelled prefill going to its end
 # (measured: 1,276 of 1,300 tokens computed when asked every 50 ms, 512, one batch, when asked every 1.5 s).
 PREFILL_POLL_S_MIN = 1.25
+# A request that was sent and given up before its headers came lies in the socket of the runtime, which reads it when
+# one of its threads gets to run: on a busy machine after more than two looks. Whoever was pinned to its slot meanwhile
+# would wait behind it, and with a RAM cache lose its state to it (T0). Seen at load six: pinned requests deferred.
+UNHEARD_S = 2.0
 
 
 @frozen
@@ -139,7 +144,8 @@ class SlotWatch:
                 left -= is_idle or capped
             if capped:
                 self._engine.seat_idle(seat.rid, capped=True)
-            elif is_idle and (seat.answered or seat.rid in once_idle):
+            elif is_idle and (seat.answered or (
+                    seat.rid in once_idle and (seat.slot is None or now - seat.since >= UNHEARD_S))):
                 self._engine.seat_idle(seat.rid, capped=False)
             elif is_idle:
                 seen.add(seat.rid)
