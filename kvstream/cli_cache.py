@@ -8,8 +8,9 @@ from __future__ import annotations
 import json
 import os
 import re
+import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -19,10 +20,12 @@ import click
 if TYPE_CHECKING:
     from .config import Config
     from .gateway.prune import Folder, Row
+    from .gateway.strangers import Strangers
 
 F = TypeVar("F", bound=Callable[..., Any])
 
 UNITS = MappingProxyType({"": 1, "B": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40})
+NOT_DELETED = 3  # the exit status where files lie on a disk that is not seen from here
 SPANS = MappingProxyType({"s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0, "w": 604800.0})
 
 
@@ -84,18 +87,24 @@ def list_(folder: str | None, config: str | None, as_json: bool) -> None:
     that cannot be seen. Files of a changed model are never used.
     """
     from .gateway.prune import look
+    from .gateway.strangers import strangers
 
     folders, ours = _folders(folder, config)
-    listing = look(folders)
+    listing, others = look(folders), strangers(folders)
     if as_json:
         click.echo(json.dumps({
             "folders": [str(each.path) for each in folders], "bytes": listing.bytes,
             "bytes_max": ours.inject.disk_bytes_max, "files": [_json(row) for row in listing.rows],
-            "damaged": list(listing.damaged)}, indent=2))
+            "damaged": list(listing.damaged), "not_listed": _not_listed(others)}, indent=2))
         return
     from .gateway.cacheview import show
 
-    show(listing, folders, ours.inject.disk_bytes_max, time.time())
+    show(listing, folders, others, ours.inject.disk_bytes_max, time.time())
+
+
+def _not_listed(others: list[Strangers]) -> list[dict[str, Any]]:
+    return [{"folder": str(each.folder.path), "whose": each.whose, "files": each.files, "bytes": each.bytes}
+            for each in others]
 
 
 def _json(row: Row) -> dict[str, Any]:
@@ -111,14 +120,21 @@ def _json(row: Row) -> dict[str, Any]:
 @click.option("--all", "everything", is_flag=True, help="Delete everything.")
 @_where
 def remove_(names: tuple[str, ...], everything: bool, folder: str | None, config: str | None, as_json: bool) -> None:
-    """Delete saved KV by name, or the beginning or end of one."""
+    """Delete saved KV by name, or the beginning or end of one.
+
+    Files on the disk of a server that is not seen from here cannot be deleted: they are forgotten and named, and the
+    exit status is 3. Files without a manifest are left alone.
+    """
     from .gateway.prune import look, named, remove
+    from .gateway.strangers import strangers
 
     if bool(names) == everything:
         raise click.UsageError("either names (see kvstream cache ls) or --all")
-    listing = look(_folders(folder, config)[0])
+    folders = _folders(folder, config)[0]
+    listing = look(folders)
     rows = list(listing.rows) if everything else named(listing, names)
-    _say(rows, remove(rows), as_json)
+    freed = remove(rows)
+    _say(rows, freed, strangers(folders) if everything else [], as_json)
 
 
 @cache.command(short_help="Delete what is old, too much, or of no use.")
@@ -127,20 +143,39 @@ def remove_(names: tuple[str, ...], everything: bool, folder: str | None, config
 @_where
 def gc(size: str | None, age: str | None, folder: str | None, config: str | None, as_json: bool) -> None:
     """Delete what is old, too much, or of no use: files that do not match what was saved, and what KVStreams that died
-    left half done."""
+    left half done.
+
+    Files on the disk of a server that is not seen from here do not count for --size. --age forgets them, names them,
+    and the exit status is 3 then.
+    """
     from .gateway.prune import excess, look, remove, tidy
+    from .gateway.strangers import strangers
 
     folders, ours = _folders(folder, config)
     bytes_max = ours.inject.disk_bytes_max if size is None else size_of(size)
     age_s = None if age is None else span_of(age)
-    rows = excess(look(folders), bytes_max=bytes_max, age_s_max=age_s, now=time.time())
-    freed = remove(rows)
-    _say(rows, freed + tidy(folders), as_json)
+    listing = look(folders)
+    rows = excess(listing, bytes_max=bytes_max, age_s_max=age_s, now=time.time())
+    freed = remove(rows) + tidy(folders)
+    unseen = [row for row in listing.rows if row.folder.remote and row not in rows]
+    _say(rows, freed, strangers(folders), as_json, unseen)
 
 
-def _say(rows: list[Row], freed: int, as_json: bool) -> None:
+def _say(rows: list[Row], freed: int, others: list[Strangers], as_json: bool, unseen: Sequence[Row] = ()) -> None:
+    from .gateway.cacheview import MIB, removed_said, strangers_said
+
+    forgotten = [row for row in rows if row.folder.remote]
     if as_json:
-        click.echo(json.dumps({"deleted": [row.name for row in rows], "bytes": freed}, indent=2))
+        click.echo(json.dumps({
+            "deleted": [row.name for row in rows if not row.folder.remote], "bytes": freed,
+            "forgotten": [{"name": row.name, "file": row.manifest.file} for row in forgotten],
+            "not_listed": _not_listed(others)}, indent=2))
     else:
-        files = "1 file" if len(rows) == 1 else f"{len(rows)} files"
-        click.echo(f"deleted {files}, {freed / 10**6:,.1f} MB")
+        for line in [*removed_said(rows, freed), *strangers_said(others)]:
+            click.echo(line)
+        if unseen:
+            total = sum(row.manifest.size for row in unseen) / MIB
+            click.echo(f"the size bound is for what is seen here: {total:,.1f} MiB in {len(unseen)} of the entries lie"
+                       " on a server's disk and do not count; inject.files_max bounds their number")
+    if forgotten:
+        sys.exit(NOT_DELETED)

@@ -116,6 +116,8 @@ class RemoteShelf(Shelf):
         self._tainted.add(file)
 
     async def verify(self, manifest: Manifest, known: FileState | None, in_thread: InThread) -> FileState:
+        """That the manifest is still there: ``kvstream cache rm`` may have removed it. *Errors*: ``OSError``."""
+        await in_thread(lambda: self.disk.state(self.folder / manifest_name(manifest.name)))
         return FileState(manifest.size, 0)
 
     def close(self) -> None:

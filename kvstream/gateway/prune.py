@@ -23,6 +23,9 @@ from .statedir import default_state_dir
 
 LOOPBACK: Final = frozenset(("127.0.0.1", "localhost", "::1"))
 
+SHOWN_CHARS: Final = 16  # of a name's end: the beginning is the same for all of a model
+NAMED_CHARS_MIN: Final = 4
+
 State = Literal["whole", "missing", "wrong size", "elsewhere"]
 
 
@@ -45,6 +48,11 @@ class Row:
     @property
     def name(self) -> str:
         return self.manifest.name.removesuffix(".kv")
+
+    @property
+    def shown(self) -> str:
+        """What of its name is shown."""
+        return self.name[-SHOWN_CHARS:]
 
     @property
     def model_state(self) -> Literal["ok", "changed", "gone", "?"]:
@@ -138,13 +146,16 @@ def _state(disk: Disk, folder: Folder, manifest: Manifest) -> State:
 
 
 def named(listing: Listing, names: Sequence[str]) -> list[Row]:
-    """The rows of these names; their beginning or end is enough where that is clear. *Errors*: ``StoreError``."""
+    """The rows of these names; the beginning or end of a name, or of what is shown of it, is enough where that is
+    clear. *Errors*: ``StoreError``."""
     found: dict[tuple[Path, str], Row] = {}
     for name in names:
         wanted = name.removesuffix(".kv")
         rows = [row for row in listing.rows if row.name == wanted]
+        if not rows and len(wanted) < NAMED_CHARS_MIN:
+            raise StoreError(f"{name!r} is too short; at least {NAMED_CHARS_MIN} characters of a name are needed")
         rows = rows or [row for row in listing.rows
-                        if wanted and (row.name.startswith(wanted) or row.name.endswith(wanted))]
+                        if row.name.startswith(wanted) or row.name.endswith(wanted) or row.shown.startswith(wanted)]
         different = {row.name for row in rows}
         if len(different) != 1:
             fault = f"could be any of {len(different)}" if different else "is not in the store"
@@ -154,7 +165,8 @@ def named(listing: Listing, names: Sequence[str]) -> list[Row]:
 
 
 def remove(rows: Iterable[Row]) -> int:
-    """Delete them; gives their bytes. *Errors*: ``StoreError`` when one cannot be."""
+    """Delete them, and forget those whose files lie elsewhere; gives the bytes that were freed here. *Errors*:
+    ``StoreError`` when one cannot be."""
     disk = Disk()
     freed = 0
     for row in rows:
