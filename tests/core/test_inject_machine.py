@@ -331,6 +331,8 @@ class InjectMachine(RuleBasedStateMachine):
             return m.SlotSaved(slot, spec.name, False, rid=rid)
         assert self.runtime.slots[slot].busy is None, "a save of a slot at work"
         tokens = list(self.runtime.slots[slot].tokens)
+        if len(tokens) < spec.tokens and self.runtime.cells is not None:  # an answer took its cells: it is thrown away
+            return m.SlotSaved(slot, spec.name, False, rid=rid)
         assert len(tokens) >= spec.tokens, "less is there than was to be saved"
         keys = keys_for(tokens) if how == "more" else spec.keys
         self.disk.files[spec.name] = tokens
