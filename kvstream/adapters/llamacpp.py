@@ -45,7 +45,7 @@ from .routes import LLAMACPP_ROUTES, route_of
 from .slot_calls import SlotCalls
 
 PROBE_FILE = "kvstream-probe.bin"
-_HOW_TO_KNOW = "start llama-server with an explicit -np N and --slot-save-path DIR, or set kv_unified"
+_HOW_TO_KNOW = "start llama-server with an explicit -np N and --slot-save-path DIR, or set backend.kv"
 
 
 @frozen

@@ -65,6 +65,7 @@ class SavedStore:
         self.host = host if host is not None else PagePool(pages_max, Tier.HOST)
         self.bytes_max = bytes_max
         self.evicted = 0
+        self.replaced = 0
         self._page_tokens = page_tokens
         self._ttl_s = ttl_s
         self._tokens_min = tokens_min
@@ -341,10 +342,12 @@ class SavedStore:
     def _replace(self, entry: SavedPrefix) -> tuple[str, ...]:
         """Give up the shorter files of which this one is a continuation."""
         held = set(self._holds.values())
-        return self._give_up([
-            other.name for other in self._index.beginnings(entry)
-            if other.name not in held and _is_replaced(other, entry.tokens)
-        ])
+        names = [other.name for other in self._index.beginnings(entry)
+                 if other.name not in held and _is_replaced(other, entry.tokens)]
+        for name in names:
+            self._drop(name)
+        self.replaced += len(names)  # nothing is lost by that
+        return tuple(names)
 
     def _give_up(self, names: Sequence[str]) -> tuple[str, ...]:
         for name in names:

@@ -125,7 +125,8 @@ class SlotView:
 
 @frozen
 class StoreView:
-    """Files of saved KV; ``bytes`` and ``pages`` include those that are being written. ``evicted`` since the start."""
+    """Files of saved KV; ``bytes`` and ``pages`` include those that are being written. ``evicted`` (for room, or unused
+    for too long) and ``replaced`` (by a longer one that begins with it) count since the start."""
 
     files: int
     bytes: int
@@ -133,6 +134,7 @@ class StoreView:
     pages: int
     tokens: int
     evicted: int
+    replaced: int = 0
 
     @classmethod
     def of(cls, store: SavedStore | None) -> StoreView | None:
@@ -140,7 +142,8 @@ class StoreView:
             return None
         entries = store.entries()
         tokens = sum(entry.tokens for entry in entries)
-        return cls(len(entries), store.bytes, store.bytes_max, store.pages, tokens, store.evicted)
+        return cls(len(entries), store.bytes, store.bytes_max, store.pages, tokens, store.evicted,
+                   store.replaced)
 
 
 def slot_views(slots: SlotMap | None) -> tuple[SlotView, ...]:

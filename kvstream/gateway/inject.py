@@ -6,7 +6,7 @@ the calls. The engine talks to all of them here, so that a lane without slots ha
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from types import MappingProxyType
 from typing import Any
@@ -91,6 +91,13 @@ class Inject:
             off = store.why_off if store is not None else ""
             return {**told, "notes": [*told["notes"], *([f"nothing is saved now: {off}"] if off else [])]}, ""
         return None, "this kind of backend has no slots" if self._adapter.slots is None else "inject.mode is off"
+
+    def totals(self, streams: Iterable[Stream]) -> dict[str, Any] | None:
+        """What saved KV achieved since the start, and how many of ``streams`` stand swapped out now; None without
+        slots."""
+        if self.meter is None:
+            return None
+        return {**self.meter.totals(), "swapped_out": sum(stream.swapped_out for stream in streams)}
 
     @property
     def mode(self) -> SlotMode:

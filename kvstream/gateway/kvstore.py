@@ -29,8 +29,8 @@ from .inject_settings import InjectSettings
 from .kvfiles import NAME, Disk, FileState
 from .kvremote import RemoteShelf
 from .kvshelf import Draft, LocalShelf, ReadIds, Stocked, T, check_promise, token_ids
-from .manifest import Manifest, bounded_facts
-from .saving import SavingSwitch, StoreMeter, StoreView
+from .manifest import Manifest, bounded_facts, why_gone
+from .saving import Gone, SavingSwitch, StoreMeter, StoreView
 
 log = logging.getLogger("kvstream.store")
 
@@ -329,7 +329,8 @@ class KvStore:
         if kept is not None:
             self._shelf.remove(kept.manifest)
             self._dropped += why == "bad"
-            self._tell(why)
+            others = (other.manifest for other in self._kept.values())
+            self._tell(why_gone(kept.manifest, others) if why == "quota" else why)
 
     def close(self) -> None:
         """Write down the last uses, remove what is half done. Quick, idempotent, never raises; saves that the runtime
@@ -372,7 +373,7 @@ class KvStore:
         self._tell("identity")
         return stocked.manifest.file
 
-    def _tell(self, gone: Literal["quota", "bad", "replaced", "identity"] | None = None) -> None:
+    def _tell(self, gone: Gone | None = None) -> None:
         if self._meter is not None:
             self._meter.store(files=len(self._kept), bytes=sum(kept.manifest.size for kept in self._kept.values()))
             if gone is not None:

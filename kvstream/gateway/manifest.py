@@ -10,7 +10,7 @@ from __future__ import annotations
 import base64
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from hashlib import blake2b
 from typing import Any, Final
 
@@ -19,6 +19,7 @@ from attrs import evolve, field, frozen
 from ..core.tokens import DIGEST_BYTES, text_keys
 from ..core.types import PageKey
 from .kvfiles import NAME
+from .saving import Gone
 
 VERSION: Final = 1
 FACTS_MAX: Final = 64
@@ -132,3 +133,13 @@ def longer(last: PageKey, packed: bytes, page_bytes: int) -> tuple[PageKey, ...]
 def _check(body: Mapping[str, Any]) -> str:
     text = json.dumps(body, sort_keys=True, separators=(",", ":"))
     return blake2b(text.encode("ascii"), digest_size=16).hexdigest()
+
+
+def why_gone(gone: Manifest, others: Iterable[Manifest]) -> Gone:
+    """Why a good file is deleted. Not for want of room, if one of the others begins with it, or if it was the state of
+    a request that needs it no more."""
+    if gone.why == "swap":
+        return "done"
+    count = len(gone.keys)
+    return "replaced" if any(other.tokens >= gone.tokens and other.keys[:count] == gone.keys
+                             for other in others) else "quota"

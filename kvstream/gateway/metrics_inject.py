@@ -11,13 +11,14 @@ token is counted by neither side.
 
 from __future__ import annotations
 
-from typing import Final, Literal
+from collections.abc import Mapping
+from typing import Any, Final, Literal
 
 from attrs import field, frozen
 from prometheus_client import CollectorRegistry, Counter, Gauge
 
 from ..core.types import SaveWhy
-from .saving import OffKind
+from .saving import Gone, OffKind
 
 MODES: Final = ("hard", "hard-unpinned", "soft")
 SOURCES: Final = ("reported", "expected")
@@ -132,8 +133,29 @@ class InjectMeter:
         if off is not None:
             self._of.saving_off.labels(self._name, off).inc()
 
-    def evicted(self, why: Literal["quota", "bad", "replaced", "identity"]) -> None:
-        """A file was deleted: for room, because it was damaged, for a longer one, or as another model's."""
+    def totals(self) -> dict[str, Any]:
+        """What was counted of this lane since the start, for people: the figures of the metrics."""
+        of = self._of
+        saves = self._by(of.saves, "why", outcome="ok")
+        return {
+            "admissions": dict.fromkeys(HOWS, 0) | self._by(of.admissions, "how"),
+            "saves": saves, "saves_failed": sum(self._by(of.saves, "why", outcome="failed").values()),
+            "saved_bytes": self._by(of.save_bytes, "why"),
+            "restores": {"ok": 0, "failed": 0} | self._by(of.restores, "outcome"),
+            "tokens_promised": sum(self._by(of.promised, "by").values()),
+            "tokens_kept": sum(self._by(of.kept, "by").values()),
+            "preemptions": {"swap": 0, "recompute": 0} | self._by(of.preemptions, "how"),
+            "resumed": sum(self._by(of.resumed, "backend").values()),
+        }
+
+    def _by(self, counter: Counter, label: str, **only: str) -> dict[str, int]:
+        wanted: Mapping[str, str] = {"backend": self._name, **only}
+        return {sample.labels[label]: int(sample.value) for family in counter.collect() for sample in family.samples
+                if sample.name.endswith("_total") and wanted.items() <= sample.labels.items()}
+
+    def evicted(self, why: Gone) -> None:
+        """A file was deleted: for room, because it was damaged, for a longer one, as another model's, or because it has
+        done its work."""
         self._of.evictions.labels(self._name, why).inc()
 
 

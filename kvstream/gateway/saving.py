@@ -13,6 +13,9 @@ from ..errors import StoreError
 log = logging.getLogger("kvstream.store")
 
 OffKind = Literal["full", "read_only", "slow", "faults"]
+Gone = Literal["quota", "bad", "replaced", "identity", "done"]
+"""Why a file is deleted: for room (or unused for too long), damaged, for a longer one, as another model's, or since the
+request whose state it was needs it no more."""
 OFF_KINDS: Final[tuple[OffKind, ...]] = ("full", "read_only", "slow", "faults")
 OFF_S_FIRST: Final = 60.0
 OFF_S_MAX: Final = 3600.0
@@ -25,7 +28,7 @@ class StoreMeter(Protocol):
     """Who counts what happens to the files; ``metrics_inject.InjectMeter`` does."""
 
     def store(self, *, files: int, bytes: int) -> None: ...
-    def evicted(self, why: Literal["quota", "bad", "replaced", "identity"]) -> None: ...
+    def evicted(self, why: Gone) -> None: ...
     def saving(self, off: OffKind | None) -> None: ...
 
 

@@ -8,7 +8,7 @@ from typing import Any
 from urllib.parse import urlsplit, urlunsplit
 
 from .. import __version__
-from ..core.snapshot import RunningView, Snapshot, TierPages
+from ..core.snapshot import RunningView, Snapshot, TierPages, WaitingView
 from ..core.types import RequestId
 from .engine import Engine
 from .router import Lane
@@ -47,9 +47,7 @@ def _lane(lane: Lane, now: float) -> dict[str, Any]:
             "length": snapshot.waiting_total, "bytes": snapshot.waiting_bytes, "held": dict(snapshot.held),
             "narrowed_to": snapshot.limit,
             "requests": [
-                {"id": _name(engine, w.rid), "position": w.position, "age_s": round(w.age_s, 3), "tokens": w.tokens,
-                 "priority": w.priority.name.lower(), "counted": _counted(engine, w.rid), "why": w.why}
-                for w in snapshot.waiting],
+                _waiting(engine, w) for w in snapshot.waiting],
         },
         "running": [_running(engine, r) for r in snapshot.running[:RUNNING_SHOWN_MAX]],
         "prefixes": {"nodes": snapshot.prefix_nodes, "tokens": snapshot.prefix_tokens},
@@ -61,7 +59,8 @@ def _lane(lane: Lane, now: float) -> dict[str, Any]:
         "options_alternate": engine.load_options.status(),
         "prefix_hygiene": engine.hygiene.status(),
         "counters": _counters(snapshot),
-        "inject": inject_json(*engine.inject.status(now), snapshot, partial(_name, engine)),
+        "inject": {**inject_json(*engine.inject.status(now), snapshot, partial(_name, engine)),
+                   "totals": engine.inject.totals(engine.streams.values())},
     }
 
 
@@ -102,6 +101,16 @@ def _running(engine: Engine, view: RunningView) -> dict[str, Any]:
         "produced": stream.tokens if stream else None, "pages": view.pages, "cached": view.tokens_cached,
         "priority": stream.priority.name.lower() if stream else None, "counted": _counted(engine, view.rid),
     }
+
+
+def _waiting(engine: Engine, view: WaitingView) -> dict[str, Any]:
+    """Whoever gave way says so, whatever keeps him from going on; ``produced`` is what his client has already."""
+    row = {"id": _name(engine, view.rid), "position": view.position, "age_s": round(view.age_s, 3),
+           "tokens": view.tokens, "priority": view.priority.name.lower(), "counted": _counted(engine, view.rid),
+           "why": view.why}
+    stream = engine.streams.get(view.rid)
+    gave_way = stream is not None and stream.said is not None and stream.said.legs > 0
+    return row | {"why": "preempted", "produced": stream.tokens} if stream is not None and gave_way else row
 
 
 def _name(engine: Engine, rid: RequestId) -> str:

@@ -7,7 +7,7 @@ from typing import Any
 
 from attrs import asdict
 
-from ..core.snapshot import Snapshot
+from ..core.snapshot import RunningView, SlotView, Snapshot
 from ..core.types import RequestId
 
 SLOTS_SHOWN_MAX = 64
@@ -18,11 +18,22 @@ def inject_json(told: Mapping[str, Any] | None, why_not: str, snapshot: Snapshot
     """One lane's block. ``told`` is what ``SlotVerify.status`` says, None where slots are never asked about, and then
     ``why_not`` is the reason. Tokens, bytes and pages as named."""
     block: dict[str, Any] = {"mode": "soft", "why": why_not, "missing": [], "notes": []} | dict(told or {})
-    block["slots"] = [
-        {"slot": slot.slot, "state": slot.state, "tokens": slot.tokens,
-         "request": None if slot.owner is None else name(slot.owner)} for slot in snapshot.slots[:SLOTS_SHOWN_MAX]]
+    running = {run.rid: run for run in snapshot.running}
+    block["slots"] = [_slot(slot, None if slot.owner is None else running.get(slot.owner), name)
+                      for slot in snapshot.slots[:SLOTS_SHOWN_MAX]]
     block["store"] = None if snapshot.store is None else asdict(snapshot.store)
     return block
+
+
+def _slot(slot: SlotView, run: RunningView | None, name: Callable[[RequestId], str]) -> dict[str, Any]:
+    """``tokens`` it holds; while a request runs in it that request's, prompt and answer so far, of which ``cached``
+    were there when it was admitted. None where that is not known."""
+    row = {"slot": slot.slot, "state": slot.state, "tokens": slot.tokens,
+           "request": None if slot.owner is None else name(slot.owner)}
+    if slot.owner is not None:
+        row |= {"tokens": (run.tokens if run is not None else slot.tokens) or None,
+                "cached": run.tokens_cached if run is not None else None}
+    return row
 
 
 def preemption_json(policy: str, modes: Iterable[str]) -> dict[str, Any]:

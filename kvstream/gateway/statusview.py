@@ -24,13 +24,14 @@ from rich.text import Text
 from ..config import ServerConfig
 from ..errors import BackendUnavailableError, ConfigError, KVStreamError
 from .statusview_inject import inject_parts
+from .statusview_lines import Labelled, labelled
 
 VERSION_HEADER = "x-kvstream-version"  # on every answer of a KVStream
 LOOK_EVERY_S = 1.0
 LOOK_TIMEOUT_S = 5.0
 MODELS_MAX = 4  # of a backend
 ROWS_MAX = 20  # of the queue and of the running requests; a terminal is not a log
-WAITING_COLUMNS = ("position", "id", "age_s", "tokens", "counted", "priority", "why")
+WAITING_COLUMNS = ("position", "id", "age_s", "tokens", "produced", "counted", "priority", "why")
 RUNNING_COLUMNS = ("id", "phase", "state", "age_s", "tokens", "produced", "pages", "cached", "counted", "priority")
 FIRST_TO_GO = ("counted", "priority", "cached", "pages", "state")  # where a terminal is too narrow for all
 PAGE_COLUMNS = ("total", "free", "held", "cached", "promised", "overdrawn")
@@ -236,8 +237,8 @@ def _lane_parts(snapshot: Mapping[str, Any]) -> list[RenderableType]:
     parts.extend(_rows("running", _list(snapshot, "running"), RUNNING_COLUMNS, seats.get("used")))
     counters = _table(snapshot, "counters")
     if counters:
-        parts.append(Text("counters  " + ", ".join(f"{_plain(name)} {_count(count)}"
-                                                   for name, count in counters.items())))
+        parts.append(labelled("counters", ", ".join(f"{_plain(name)} {_count(count)}"
+                                                    for name, count in counters.items())))
     return parts
 
 
@@ -259,17 +260,17 @@ def _headline(snapshot: Mapping[str, Any]) -> Text:
     return line
 
 
-def _capacity(capacity: Mapping[str, Any], backend: Mapping[str, Any]) -> Text:
+def _capacity(capacity: Mapping[str, Any], backend: Mapping[str, Any]) -> Labelled:
     if not capacity:
-        return Text("capacity  not known yet")
+        return labelled("capacity", "not known yet")
     was = "as last known, " if backend.get("state") in ("loading", "down", "failed") else ""
     most = capacity.get("request_tokens_max")
     bound = "" if most is None else f", at most {_n(capacity, 'request_tokens_max')} tokens a request"
-    line = Text(f"capacity  {was}{_n(capacity, 'mode')}: {_n(capacity, 'seats')} seats, {_n(capacity, 'pages')} pages "
+    line = Text(f"{was}{_n(capacity, 'mode')}: {_n(capacity, 'seats')} seats, {_n(capacity, 'pages')} pages "
                 f"of {_n(capacity, 'page_tokens')} tokens{bound} (from {_n(capacity, 'source')})")
     for note in _list(capacity, "notes"):
-        line.append(f"\n          note: {_plain(note)}", style="yellow")
-    return line
+        line.append(f"\nnote: {_plain(note)}", style="yellow")
+    return Labelled("capacity", line)
 
 
 def _alternating(rows: Sequence[Any]) -> list[RenderableType]:

@@ -159,6 +159,7 @@ def test_a_longer_file_replaces_a_shorter_one_once_it_is_there() -> None:
     assert planned is not None and planned[1] == ()
     assert it.match(keys_of("a", 640)) is not None  # still there: the write may fail
     assert it.saved(SlotSaved(0, planned[0].name, True, 640, 6500, keys=planned[0].keys), 1) == (short,)
+    assert (it.replaced, it.evicted) == (1, 0)  # nothing was given up for room
     it.check()
 
 

@@ -19,6 +19,7 @@ from kvstream.gateway.inject_settings import InjectSettings
 from kvstream.gateway.kvfiles import DATA, Disk
 from kvstream.gateway.kvstore import KvStore
 from kvstream.gateway.manifest import Manifest, ManifestError
+from kvstream.gateway.metrics import Metrics
 
 IDENTITY = Identity("0123456789abcdef", {"model": "../../x/y:latest", "ctx": "4096"}, 4096, 4)
 PAGE = 16
@@ -42,9 +43,10 @@ def ids_of(seed: int, count: int = 100) -> list[int]:
 
 
 def store_at(folder: Path | None, state: Path | None = None, *, identity: Identity = IDENTITY, disk: Disk | None = None,
-             wall: float | None = None, page_tokens: int = PAGE, **settings: Any) -> KvStore:
+             wall: float | None = None, page_tokens: int = PAGE, meter: Any = None,
+             **settings: Any) -> KvStore:
     more = {} if wall is None else {"wall": lambda: wall}
-    return KvStore(folder, state or Path("/nowhere"), identity, InjectSettings(**settings), disk=disk,
+    return KvStore(folder, state or Path("/nowhere"), identity, InjectSettings(**settings), disk=disk, meter=meter,
                    page_tokens=page_tokens, **more)  # type: ignore[arg-type]
 
 
@@ -141,6 +143,21 @@ async def test_saving_the_same_again_replaces_it(tmp_path: Path) -> None:
     with pytest.raises(StoreError):  # what fails afterwards costs nothing
         await save(store, tmp_path, ids, done={"bytes": 3})
     assert (tmp_path / await store.offer(first.name)).read_bytes() == kv_file(longer)
+    store.close()
+
+
+async def test_a_file_is_told_by_why_it_goes(tmp_path: Path) -> None:
+    metrics = Metrics()
+    store = store_at(tmp_path, meter=metrics.inject.lane("a"))
+    await store.load()
+    ids = ids_of(1)
+    short, longer, other = [(await save(store, tmp_path, which)).name for which in (ids, ids + ids_of(2), ids_of(3))]
+    store.forget(short)
+    store.forget(other)
+    store.forget(longer)
+    counts = {why: metrics.registry.get_sample_value(
+        "kvstream_inject_store_evictions_total", {"backend": "a", "why": why}) for why in ("replaced", "quota")}
+    assert counts == {"replaced": 1, "quota": 2}
     store.close()
 
 

@@ -15,9 +15,10 @@ from rich.console import Console
 from kvstream.adapters.advice import Advice
 from kvstream.adapters.base import HttpReply
 from kvstream.core.scheduler import Scheduler
-from kvstream.core.snapshot import SlotView, StoreView
+from kvstream.core.snapshot import RunningView, SlotView, StoreView
 from kvstream.core.types import RequestId
 from kvstream.gateway import statusview
+from kvstream.gateway.metrics import Metrics
 from kvstream.gateway.selfview import advise_kvstream
 from kvstream.gateway.settings import engine_settings
 from kvstream.gateway.status_inject import inject_json, preemption_json
@@ -53,7 +54,8 @@ def test_a_lanes_block() -> None:
     found = block()
     assert json.loads(json.dumps(found)) == found
     assert {**TOLD, "slots": found["slots"], "store": found["store"]} == found
-    assert found["slots"] == [{"slot": 0, "state": "owned", "tokens": 1234, "request": "req-7"},
+    assert found["slots"] == [{"slot": 0, "state": "owned", "tokens": 1234, "request": "req-7",
+                               "cached": None},
                               {"slot": 1, "state": "idle", "tokens": 0, "request": None}]
     assert found["store"]["files"] == 3 and found["store"]["bytes_max"] == 2**30
     off = block(None)
@@ -63,15 +65,64 @@ def test_a_lanes_block() -> None:
 def test_the_terminal_shows_mode_reason_flags_slots_and_files() -> None:
     text = shown(block())
     for words in ("hard-unpinned: it empties idle slots", "-np 4 -c 8192, --cache-ram 0", "prompt cache in RAM",
-                  "0: owned req-7, 1,234 tokens", "1: idle, 0 tokens", "3 files, 5 of 1,024 MiB, 4,321 tokens"):
+                  "0: busy (req-7), 1,234 tokens", "1: idle, 0 tokens", "3 files, 5 of 1,024 MiB, 4,321 tokens"):
         assert words in text, words
     assert "inject" not in shown(None) and "inject" not in shown({})
     assert "again in 12 s" in shown({"mode": "soft", "why": "x", "again_s": 12.3})
     assert "\x1b" not in shown({"mode": "soft", "why": "\x1b[31m", "notes": ["\x1b"], "missing": ["\x1b"]})
 
 
+def test_a_slot_at_work_is_told_by_who_runs_there_and_what_was_there() -> None:
+    snapshot = evolve(
+        Scheduler(engine_settings(config_of()).scheduler).snapshot(0.0), slots=(SlotView(0, RequestId(7), 0, "owned"),),
+        running=(RunningView(RequestId(7), 512, 32, 432, 1.0, False, ""),))
+    told = inject_json(TOLD, "", snapshot, lambda rid: f"req-{rid}")
+    assert told["slots"] == [{"slot": 0, "state": "owned", "tokens": 512, "request": "req-7", "cached": 432}]
+    assert "0: busy (req-7), 432 of its 512 tokens were there" in shown(told)
+    gone = inject_json(TOLD, "", evolve(snapshot, running=()), lambda rid: f"req-{rid}")
+    assert "0: busy (req-7)\n" in shown(gone) and "0 tokens" not in shown(gone)
+
+
+def test_what_saved_kv_achieves() -> None:
+    metrics = Metrics()
+    meter = metrics.inject.lane("a")
+    metrics.inject.lane("b").admitted("cold")
+    for how in ("reused", "reused", "forked"):
+        meter.admitted(how)  # type: ignore[arg-type]
+    meter.saved("fork", ok=True, bytes=5)
+    meter.saved("evict", ok=False)
+    meter.restored(ok=True)
+    meter.cache_seen("restored", promised=100, found=90)
+    meter.cache_seen("reused", promised=1000, found=1001)
+    meter.preempted("swap")
+    told = {**meter.totals(), "swapped_out": 1}
+    assert told["admissions"] == {"reused": 2, "restored": 0, "forked": 1, "cold": 0, "unpinned": 0}
+    assert (told["saves"].get("fork"), told["saves_failed"], told["restores"]) == (1, 1, {"ok": 1, "failed": 0})
+    assert (told["tokens_promised"], told["tokens_kept"], told["preemptions"]["swap"]) == (1100, 1090, 1)
+    text = shown({**block(), "totals": told})
+    assert "prompts   2 reused, 1 forked; 1,090 of 1,100 promised tokens kept\n" in text
+    assert ("moved     saves: 1 fork; 1 saves failed; 1 restored; gave way: 1 swap, of which 0 went on, "
+            "1 swapped out now\n") in text
+
+
+def test_long_lines_go_on_below_themselves_and_one_file_is_one() -> None:
+    slots = [{"slot": n, "state": "idle", "tokens": 4321, "request": None} for n in range(8)]
+    out = io.StringIO()
+    snapshot = {"version": "1", "inject": {"mode": "hard", "why": "it works", "slots": slots, "store": {
+        "files": 1, "replaced": 6, "evicted": 0}}, "counters": {f"counter_{n}": n for n in range(12)},
+        "capacity": {"mode": "split", "seats": 4, "notes": ["of this there is so much to be said " * 4]}}
+    Console(file=out, width=80).print(statusview.render(snapshot))
+    lines = out.getvalue().split("\n")
+    assert max(map(len, lines)) <= 80
+    for label in ("capacity", "slots", "counters"):
+        at = next(n for n, line in enumerate(lines) if line.startswith(label))
+        assert lines[at + 1].startswith(" " * 10) and lines[at + 1][10] != " ", label
+    assert "1 file, " in out.getvalue() and "6 replaced, 0 evicted" in out.getvalue()
+
+
 FIELDS = st.sampled_from(
-    ["mode", "why", "missing", "notes", "slots", "store", "slot", "state", "tokens", "bytes", "again_s"])
+    ["mode", "why", "missing", "notes", "slots", "store", "slot", "state", "tokens", "bytes", "again_s", "totals",
+     "saves", "restores", "admissions", "preemptions", "ok", "request", "cached"])
 ANYTHING = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5),
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(FIELDS, inner, max_size=6), max_leaves=12)
