@@ -139,7 +139,7 @@ def tell(action: m.Action) -> str:
             return f"refuse {rid} {why.value}{later} tokens={tokens} limit={limit}"
         case m.Truncate(rid):
             return f"truncate {rid}"
-        case m.Preempt(rid, swap):
+        case m.Preempt(rid, swap, _):
             return f"preempt {rid} {'swap' if swap else 'recompute'}"
         case m.SaveSlot(slot, spec, rid):
             return f"save {rid} slot={slot} tokens={spec.tokens} why={spec.why}"

@@ -46,7 +46,7 @@ HOMES = {
     "attrs": r".*", "attr": r"(?!)",
     "trio": r"gateway\..*|bench\..*|native\..*|cuda\.(device|streamer)",
     "click": r"cli\w*|gateway\.statusview|bench\..*",
-    "rich": r"cli\w*|gateway\.(cacheview|statusview|statusview_inject|statusview_lines|dashboard|demo|doctorview)|bench\..*",
+    "rich": r"cli\w*|gateway\.(cacheview|statusview(_inject|_lines)?|dashboard|demo|doctorview)|bench\..*",
     "tomli": r"config(_\w+)?", "cattrs": r"config(_\w+)?",
     "httpx": r"gateway\.(upstream|statusview)|bench\..*",
     "httpcore": r"gateway\.upstream",

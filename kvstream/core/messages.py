@@ -287,10 +287,12 @@ class Truncate:
 @frozen
 class Preempt:
     """Stop this running stream's upstream; its client stays. The shell answers with ``Ended(PREEMPTED, draining)`` and,
-    once the slot was seen idle, ``SeatIdle``. ``swap``: a ``SaveSlot`` of its slot will follow."""
+    once the slot was seen idle, ``SeatIdle``. ``swap``: a ``SaveSlot`` of its slot will follow.
+    ``evictor``: who it gives way to."""
 
     rid: RequestId
     swap: bool
+    evictor: RequestId | None = None
 
 
 @frozen

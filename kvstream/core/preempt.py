@@ -119,7 +119,7 @@ class Preemption:
         run = min(victims, key=lambda r: (-r.asked.priority.value, r.table.length, -r.admitted, -r.rid))
         victim = self._victims.setdefault(run.rid, Victim(Stage.RUNNING, run.admitted))
         victim.stage, victim.evictor = Stage.STOPPING, head.rid
-        return [m.Preempt(run.rid, self._swaps)]
+        return [m.Preempt(run.rid, self._swaps, head.rid)]
 
     def _next(self, ledger: Ledger, now: float) -> Waiting | None:
         """Who would be admitted if there were place: whether a gate holds a request is only seen when it is looked at,

@@ -112,7 +112,7 @@ class Engine:
             adapter, upstream, settings, metrics, name=name, post=self._post_of_slots,
             other_process=self.watcher.other_process, progress=self.guard.progress,
             owned=lambda: self.slot_view().owned)
-        self._parking = Parking(adapter, upstream, settings, self.post, self.inject.meter)
+        self._parking = Parking(adapter, upstream, settings, self.post, self.inject.meter, self._live)
         self._draining = DrainingSeats(self._live, self.inject.jobs, metrics, self.post)
         self.drifts = Drifts(adapter, name)
         self.sight = SlotSight(self._live, self._draining, self.inject, self.scheduler, self.drifts, self.post,

@@ -70,6 +70,8 @@ def log_request(stream: Stream, error: KVStreamError | None, backend: str) -> No
         return None if end is None or start is None else round((end - start) * 1000)
 
     usage, lease = stream.usage, stream.lease
+    stood_s = stream.stood_s + (0.0 if stream.stopped_at is None or stream.ended is None
+                                else stream.ended - stream.stopped_at)
     outcome = outcome_of(stream, error)
     request_log.info("%s", outcome, extra={"fields": {
         "id": stream.name, "backend": backend, "route": stream.request.route, "outcome": outcome,
@@ -80,6 +82,8 @@ def log_request(stream: Stream, error: KVStreamError | None, backend: str) -> No
         "prompt_tokens": usage.prompt if usage else stream.tokens_prompt, "counted": stream.count_source.value,
         "cached_expected": lease.tokens_cached if lease else None, "cached": usage.cached if usage else None,
         "answer_tokens": usage.completion if usage else stream.tokens, "finish": stream.finish_reason,
+        "from": stream.how, "preempted": stream.preempted or None,
+        "stood_ms": round(stood_s * 1000) if stream.preempted else None,
     }})
 
 

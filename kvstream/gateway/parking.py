@@ -18,8 +18,9 @@ from __future__ import annotations
 
 import logging
 from array import array
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
+import trio
 from attrs import frozen
 
 from ..adapters.base import Adapter, Decoder, Done, HttpCall, ProxyRequest
@@ -27,7 +28,7 @@ from ..adapters.routes import route_of
 from ..adapters.slot_calls import Legs, ResumeDecoder, SlotCalls
 from ..adapters.whole import DONE_FRAME
 from ..core.messages import Bound, Ended, Event, Preempt, Refuse, SlotSaved
-from ..core.types import EndReason, RefuseReason
+from ..core.types import EndReason, RefuseReason, RequestId
 from ..errors import BackendProtocolError, KVStreamError, TotalTimeoutError
 from .count import PromptCount, count_exact
 from .lane_settings import EngineSettings
@@ -77,15 +78,16 @@ class NextLeg:
 
 
 class Parking:
-    """See the module. ``post`` hands an event to the scheduler."""
+    """See the module. ``post`` hands an event to the scheduler; ``streams`` are those in hand."""
 
     def __init__(self, adapter: Adapter, upstream: Upstream, settings: EngineSettings, post: Callable[[Event], None],
-                 meter: InjectMeter | None) -> None:
+                 meter: InjectMeter | None, streams: Mapping[RequestId, Stream]) -> None:
         self._adapter = adapter
         self._upstream = upstream
         self._settings = settings
         self._post = post
         self._meter = meter
+        self._streams = streams
 
     # --- before -------------------------------------------------------------------------------------------------------
 
@@ -102,7 +104,9 @@ class Parking:
         if stream.said is None or stream.finish_reason is not None or stream.completed or stream.scope is None:
             self.bind(stream)
             return
-        log.info("request %d gives way (%s)", stream.rid, "swap" if action.swap else "recompute")
+        evictor = self._streams.get(action.evictor) if action.evictor is not None else None
+        log.info("%s gives way to %s after %d tokens (%s)", stream.name, "another" if evictor is None else evictor.name,
+                 stream.tokens, "swap" if action.swap else "recompute")
         if self._meter is not None:
             self._meter.preempted("swap" if action.swap else "recompute")
         stream.preempting = action
@@ -140,6 +144,8 @@ class Parking:
         self._post(Ended(stream.rid, EndReason.PREEMPTED, stream.tokens - said.before, draining=draining))
         said.before, said.decoder, said.keys = stream.tokens, None, ()
         said.legs += 1
+        stream.preempted += stream.preempting is not None
+        stream.stopped_at = trio.current_time()
         granted = stream.granted
         stream.give_back()
         stream.granted = granted  # it had its turn, and its client was told how long it waited
@@ -164,6 +170,10 @@ class Parking:
         *Errors*: ``KVStreamError`` of a runtime that cannot be asked. *Cancellation*: safe.
         """
         said, calls = stream.said, self._adapter.slots
+        if stream.stopped_at is not None:
+            stood_s = trio.current_time() - stream.stopped_at
+            stream.stood_s, stream.stopped_at = stream.stood_s + stood_s, None
+            log.info("%s goes on after %.1f s", stream.name, stood_s)
         if said is None or calls is None or not said.begun:
             return None
         if self._meter is not None:

@@ -22,7 +22,7 @@ from ..core.messages import Event, Restored, SlotSaved, SlotsKnown, SlotsLook, S
 from ..core.types import SaveSpec, SlotRules
 from ..errors import KVStreamError
 from .inject_settings import InjectSettings
-from .metrics_inject import InjectMeter
+from .metrics_inject import How, InjectMeter
 from .ports import Upstream
 from .selfcheck import check_slots
 from .slot_ports import SlotsFound, SlotStore
@@ -222,15 +222,19 @@ class SlotLane:
 
     def admitted(self, stream: Stream) -> None:
         """What a request's plan said was done: it is sent now."""
+        how = self._how(stream)
+        self._meter.admitted(how)
+        if not stream.preempted:
+            stream.how = how
+
+    def _how(self, stream: Stream) -> How:
         plan = stream.lease.plan if stream.lease is not None else None
         if plan is not None and stream.restored:
             since = trio.current_time() - FORK_S
-            forked = any(name == plan.restore and at >= since for name, at in self._forked)
-            self._meter.admitted("forked" if forked else "restored")
-        elif plan is None or plan.slot is None:
-            self._meter.admitted("unpinned")
-        else:
-            self._meter.admitted("reused" if plan.tokens_cached and plan.restore is None else "cold")
+            return "forked" if any(name == plan.restore and at >= since for name, at in self._forked) else "restored"
+        if plan is None or plan.slot is None:
+            return "unpinned"
+        return "reused" if plan.tokens_cached and plan.restore is None else "cold"
 
     def prompt_read(self, work: PromptWork) -> None:
         """A call's prompt was read to its end, and the runtime told what it found in its cache."""

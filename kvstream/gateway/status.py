@@ -109,8 +109,7 @@ def _waiting(engine: Engine, view: WaitingView) -> dict[str, Any]:
            "tokens": view.tokens, "priority": view.priority.name.lower(), "counted": _counted(engine, view.rid),
            "why": view.why}
     stream = engine.streams.get(view.rid)
-    gave_way = stream is not None and stream.said is not None and stream.said.legs > 0
-    return row | {"why": "preempted", "produced": stream.tokens} if stream is not None and gave_way else row
+    return row | {"why": "preempted", "produced": stream.tokens} if stream is not None and stream.preempted else row
 
 
 def _name(engine: Engine, rid: RequestId) -> str:

@@ -17,6 +17,7 @@ from ..core.types import CountSource, EndReason, Priority, RequestId
 from ..errors import BackendError, KVStreamError, OverloadError, ReaderStalledError
 from .buffer import EventBuffer
 from .count import PromptCount
+from .metrics_inject import How
 from .said import Said
 
 
@@ -58,6 +59,10 @@ class Stream:
     slot: int | None = None  # the one its call is pinned to
     restored: bool = False  # a file was restored into its slot
     read: PromptWork | None = None  # what reading its prompt beforehand cost
+    how: How | None = None  # where its prompt came from, at its first leg
+    preempted: int = 0  # how often it gave way
+    stopped_at: float | None = None  # since when it stands still between two legs
+    stood_s: float = 0.0  # how long it did so before
     requeued: int = 0  # how often it went back to the queue, since nobody listened
     loading_since: float | None = None  # when the backend first turned it away because it loads
     busy_since: float | None = None  # the same, because it is busy

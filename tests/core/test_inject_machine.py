@@ -219,7 +219,7 @@ class InjectMachine(RuleBasedStateMachine):
                     if owner is not None:
                         assert self.calls[owner].where == "waiting", "it does not give way"
                         self.calls[owner].where = "saving"
-                case m.Preempt(rid, _):
+                case m.Preempt(rid, _, _):
                     self.preempted(self.calls[rid])
                 case _:
                     raise AssertionError(f"what is {action}?")
