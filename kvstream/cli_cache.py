@@ -67,7 +67,7 @@ def _folders(folder: str | None, config: str | None) -> tuple[list[Folder], Conf
     path = Path(folder).expanduser()
     if not path.is_dir():
         raise StoreError(f"{path} is not a folder; --dir takes the server's --slot-save-path")
-    return [Folder(path)], ours
+    return [next((each for each in folders_of(ours) if each.path == path.absolute()), Folder(path))], ours
 
 
 @click.group(short_help="Show and prune the KV that is saved on disk.")
@@ -86,7 +86,7 @@ def list_(folder: str | None, config: str | None, as_json: bool) -> None:
     "model file" says whether the model that it belongs to is on this machine as it was: ok, changed, gone, or ? where
     that cannot be seen. Files of a changed model are never used.
     """
-    from .gateway.prune import look
+    from .gateway.prune import look, unseen_servers
     from .gateway.strangers import strangers
 
     folders, ours = _folders(folder, config)
@@ -94,12 +94,13 @@ def list_(folder: str | None, config: str | None, as_json: bool) -> None:
     if as_json:
         click.echo(json.dumps({
             "folders": [str(each.path) for each in folders], "bytes": listing.bytes,
+            "limits": {str(each.path): each.bytes_max for each in folders if each.bytes_max},
             "bytes_max": ours.inject.disk_bytes_max, "files": [_json(row) for row in listing.rows],
             "damaged": list(listing.damaged), "not_listed": _not_listed(others)}, indent=2))
         return
     from .gateway.cacheview import show
 
-    show(listing, folders, others, ours.inject.disk_bytes_max, time.time())
+    show(listing, folders, others, ours.inject.disk_bytes_max, time.time(), [] if folder else unseen_servers(ours))
 
 
 def _not_listed(others: list[Strangers]) -> list[dict[str, Any]]:
@@ -138,7 +139,8 @@ def remove_(names: tuple[str, ...], everything: bool, folder: str | None, config
 
 
 @cache.command(short_help="Delete what is old, too much, or of no use.")
-@click.option("--size", metavar="SIZE", help="Keep at most so much, like 500M or 2G [inject.disk_bytes_max].")
+@click.option("--size", metavar="SIZE", help="Keep at most so much in all, like 500M or 2G "
+              "[in each folder what bounds it].")
 @click.option("--age", metavar="AGE", help="Also delete what was not used for so long, like 12h or 7d.")
 @_where
 def gc(size: str | None, age: str | None, folder: str | None, config: str | None, as_json: bool) -> None:
@@ -152,10 +154,13 @@ def gc(size: str | None, age: str | None, folder: str | None, config: str | None
     from .gateway.strangers import strangers
 
     folders, ours = _folders(folder, config)
-    bytes_max = ours.inject.disk_bytes_max if size is None else size_of(size)
     age_s = None if age is None else span_of(age)
     listing = look(folders)
-    rows = excess(listing, bytes_max=bytes_max, age_s_max=age_s, now=time.time())
+    if size is not None:
+        rows = excess(listing, bytes_max=size_of(size), age_s_max=age_s, now=time.time())
+    else:
+        rows = [row for each in folders for row in excess(
+            listing.of(each), bytes_max=each.bytes_max or ours.inject.disk_bytes_max, age_s_max=age_s, now=time.time())]
     freed = remove(rows) + tidy(folders)
     unseen = [row for row in listing.rows if row.folder.remote and row not in rows]
     _say(rows, freed, strangers(folders), as_json, unseen)

@@ -13,34 +13,77 @@ from .prune import Folder, Listing, Row
 from .statusview import _plain as plain
 from .strangers import Strangers
 
-COLUMNS = ("name", "model", "tokens", "MiB", "age", "last use", "hits", "model file")
+COLUMNS = ("name", "model", "tokens", "MiB", "age", "used", "hits", "model file")
 MIB = 2**20
+MODEL = COLUMNS.index("model")
+MODEL_CHARS_MIN = 10
+EMPTY_SHOWN_MAX = 3
 PLAIN_WIDTH = 10_000  # a pipe has no width
 
 
 def show(listing: Listing, folders: Sequence[Folder], others: Sequence[Strangers], bytes_max: int, now: float,
-         console: Console | None = None) -> None:
-    """Print what is kept, and what is wrong with it."""
+         unseen: Sequence[str] = (), console: Console | None = None) -> None:
+    """Print what is kept, and what is wrong with it. ``bytes_max`` is this configuration's, ``unseen`` the servers
+    whose folders are not known."""
     if console is None:
         console = Console(highlight=False)
         if not console.is_terminal:
             console.width = PLAIN_WIDTH
     if listing.rows:
-        table = Table(box=None, pad_edge=False)
+        table = Table(box=None, pad_edge=False, collapse_padding=True)
         for number, column in enumerate(COLUMNS):
             side: Literal["right", "left"] = "right" if 2 <= number <= 6 else "left"
-            table.add_column(column, justify=side, no_wrap=number != 1, overflow="fold")
-        for row in listing.rows:
-            table.add_row(*_cells(row, now))
+            table.add_column(column, justify=side, no_wrap=True, overflow="fold")
+        rows = [_cells(row, now) for row in listing.rows]
+        others_chars = sum(max(len(column), *(len(row[number]) for row in rows)) + 1
+                           for number, column in enumerate(COLUMNS) if number != MODEL)
+        for row in rows:
+            row[MODEL] = Text(shortened(row[MODEL].plain, max(MODEL_CHARS_MIN, console.width - others_chars)))
+            table.add_row(*row)
         console.print(table)
-    where = ", ".join(plain(str(folder.path)) for folder in folders) or "no folder of saved KV yet"
-    files = counted(len(listing.rows), "file")
-    console.print(Text(f"{files}, {listing.bytes / MIB:,.1f} of {bytes_max / MIB:,.0f} MiB in {where}"),
-                  soft_wrap=True)
+    for line in _where(listing, folders, bytes_max):
+        console.print(Text(line), soft_wrap=True)
+    for url in unseen:
+        console.print(Text(f"the server at {plain(url)} is not seen here now; --dir FOLDER shows its --slot-save-path"),
+                      soft_wrap=True)
     for line in strangers_said(others):
         console.print(Text(line, style="yellow"), soft_wrap=True)
     for line in listing.damaged:
         console.print(Text(f"damaged: {plain(line)}", style="yellow"), soft_wrap=True)
+
+
+def _where(listing: Listing, folders: Sequence[Folder], bytes_max: int) -> list[str]:
+    """A line for each folder that has files; without any, for those where files could be seen."""
+    if not folders:
+        return ["0 files, no folder of saved KV yet"]
+    sizes: dict[Folder, list[int]] = {}
+    for row in listing.rows:
+        sizes.setdefault(row.folder, []).append(row.manifest.size)
+    told = list(sizes) or [folder for folder in folders if not folder.remote][:EMPTY_SHOWN_MAX]
+    lines = []
+    for folder in folders:
+        if folder not in told:
+            continue
+        files, size, path = len(sizes.get(folder, ())), sum(sizes.get(folder, ())) / MIB, plain(str(folder.path))
+        limit = f"{(folder.bytes_max or bytes_max) / MIB:,.0f} MiB"
+        whose = "" if folder.bytes_max else " (limit of this configuration)"
+        if folder.remote:
+            server = f"the server at {plain(folder.url)}" if folder.url else "a server"
+            lines.append(f"{counted(files, 'file')}, {size:,.1f} of {limit}{whose} there: on the disk of {server}, not"
+                         f" seen from here; entries in {path}")
+        else:
+            lines.append(f"{counted(files, 'file')}, {size:,.1f} of {limit} in {path}{whose}")
+    empty = len(folders) - len(lines)
+    if not lines:
+        return [f"0 files in {counted(empty, 'folder')}"]
+    return [*lines, *([f"and {counted(empty, 'empty folder')}"] if empty else [])]
+
+
+def shortened(text: str, chars: int) -> str:
+    """Without its middle where it is too long: both ends tell models apart."""
+    if len(text) <= chars:
+        return text
+    return f"{text[:chars // 2]}…{text[len(text) - (chars - chars // 2 - 1):]}"
 
 
 def _cells(row: Row, now: float) -> list[Text]:

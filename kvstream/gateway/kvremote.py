@@ -49,6 +49,7 @@ class RemoteShelf(Shelf):
                 dropped += 1
                 self.remove(manifest)
         sweep(self.disk, self.folder, referenced=frozenset(), ours="")
+        self.opened()
         return Stock(tuple(found), dropped)
 
     def _claim(self) -> None:

@@ -94,6 +94,7 @@ class Shelf:
         self.disk = disk
         self.token = secrets.token_hex(4)  # replaced by that of a lock, where one can be had
         self._number = 0
+        self.opened: Callable[[], None] = lambda: None  # told by every load that found the folder
 
     def _next(self) -> int:
         self._number += 1
@@ -184,6 +185,7 @@ class LocalShelf(Shelf):
         if read_only is None:
             sweep(self.disk, self.folder, referenced=frozenset(stocked.manifest.file for stocked in found),
                   ours=self.token, kept=busy, unread=frozenset(unread))
+        self.opened()
         return Stock(tuple(found), dropped, read_only)
 
     def _is_gone_or_cut(self, manifest: Manifest) -> bool | None:

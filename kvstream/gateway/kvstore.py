@@ -57,12 +57,13 @@ class KvStore:
 
     ``dir`` is the runtime's slot directory as seen from here, None when it cannot be; then manifests go to
     ``state_dir``. ``page_tokens`` 0: files of any page size are offered. ``read_ids`` reads the token ids that the
-    head of a file names. ``wall`` is the wall clock.
+    head of a file names. ``wall`` is the wall clock. ``opened`` is called in a thread when the folder was read.
     """
 
     def __init__(self, dir: Path | None, state_dir: Path, identity: Identity, settings: InjectSettings, *,
                  page_tokens: int = 0, read_ids: ReadIds = token_ids, disk: Disk | None = None,
-                 meter: StoreMeter | None = None, wall: Callable[[], float] = time.time) -> None:
+                 meter: StoreMeter | None = None, wall: Callable[[], float] = time.time,
+                 opened: Callable[[], None] = lambda: None) -> None:
         self._settings = settings
         self._identity = identity
         self._page_tokens = page_tokens
@@ -71,6 +72,7 @@ class KvStore:
         self._shelf: Union[LocalShelf, RemoteShelf] = (
             RemoteShelf(state_dir, disk or Disk(), settings.files_max) if dir is None
             else LocalShelf(dir, disk or Disk(), read_ids))
+        self._shelf.opened = opened
         self._kept: dict[str, _Kept] = {}
         self._others: list[Stocked] = []
         self._pending: dict[str, _Pending] = {}

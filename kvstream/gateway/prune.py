@@ -6,35 +6,45 @@ left alone (see ``kvfiles.sweep``). Everything here blocks.
 
 from __future__ import annotations
 
+import contextlib
+import os
+import time
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Final, Literal
 from urllib.parse import urlsplit
 
-from attrs import frozen
+from attrs import field, frozen
 
 from ..config import Config
 from ..errors import StoreError
+from .filelock import try_lock
 from .kvfiles import DATA, MANIFEST, Disk, manifest_name, stem_of, sweep
+from .kvfolders import Known, recall
 from .kvshelf import MANIFESTS_MAX, read_manifest
 from .machine import llama_flags
 from .manifest import Manifest, ManifestError
 from .statedir import default_state_dir
 
+DEFAULT_URL: Final = "http://127.0.0.1:8081"
 LOOPBACK: Final = frozenset(("127.0.0.1", "localhost", "::1"))
 
 SHOWN_CHARS: Final = 16  # of a name's end: the beginning is the same for all of a model
 NAMED_CHARS_MIN: Final = 4
+UNUSED_S: Final = 30 * 86400.0  # then the names of an empty remote folder are given up
 
 State = Literal["whole", "missing", "wrong size", "elsewhere"]
 
 
 @frozen
 class Folder:
-    """``remote``: only manifests are here."""
+    """``remote``: only manifests are here. ``url`` of the server that writes the files, and ``bytes_max`` that bounds
+    them, where a KVStream has noted it."""
 
     path: Path
     remote: bool = False
+    url: str = field(default="", eq=False)
+    bytes_max: int | None = field(default=None, eq=False)
 
 
 @frozen
@@ -81,6 +91,10 @@ class Listing:
     rows: tuple[Row, ...]
     damaged: tuple[str, ...]
 
+    def of(self, folder: Folder) -> Listing:
+        """Of one folder only."""
+        return Listing(tuple(row for row in self.rows if row.folder == folder), ())
+
     @property
     def bytes(self) -> int:
         return sum(row.manifest.size for row in self.rows)
@@ -94,8 +108,9 @@ def flag_folder(port: int) -> str:
 
 def folders_of(config: Config, seen: Callable[[int], str] = flag_folder) -> list[Folder]:
     """Where the KVStream of this configuration keeps files: inject.dir, the folder of a server that runs here, those of
-    embedded servers, and the manifests of files that are elsewhere."""
-    state = Path(config.embedded.state_dir).expanduser() if config.embedded.state_dir else default_state_dir()
+    embedded servers, those that were used before, and the manifests of files that are elsewhere."""
+    state = _state_dir(config)
+    known = {each.path: each for each in recall(state)}
     found = [Path(config.inject.dir).expanduser()] if config.inject.dir else []
     for backend in config.backends:
         parts = urlsplit(backend.base_url)
@@ -103,9 +118,31 @@ def folders_of(config: Config, seen: Callable[[int], str] = flag_folder) -> list
             folder = seen(parts.port or 8081)
             found += [Path(folder)] if folder else []
     found += sorted(path for path in _folders(state / "slots") if path.name.isdecimal())
+    found += [each.path for each in known.values() if not each.remote and each.path.is_dir()]
     remote = sorted(path for each in _folders(state / "remote") for path in _folders(each))
     unique = list(dict.fromkeys(path.absolute() for path in found))
-    return [*(Folder(path) for path in unique), *(Folder(path, remote=True) for path in remote)]
+    return [*(_folder(path, known.get(path)) for path in unique),
+            *(_folder(path, known.get(path.parent), remote=True) for path in remote)]
+
+
+def _folder(path: Path, known: Known | None, *, remote: bool = False) -> Folder:
+    return Folder(path, remote) if known is None else Folder(path, remote, known.url, known.bytes_max)
+
+
+def _state_dir(config: Config) -> Path:
+    return Path(config.embedded.state_dir).expanduser() if config.embedded.state_dir else default_state_dir()
+
+
+def unseen_servers(config: Config, seen: Callable[[int], str] | None = None) -> list[str]:
+    """Addresses of servers of this machine that do not run now, or do not show where their files are, and of which
+    nothing is known from before."""
+    seen = seen or flag_folder
+    known = {each.url for each in recall(_state_dir(config))}
+    return [backend.base_url or DEFAULT_URL for backend in config.backends
+            if backend.type == "llamacpp" and not config.inject.dir and backend.base_url not in known
+            and (backend.base_url or not known)
+            and ((parts := urlsplit(backend.base_url)).hostname or "127.0.0.1") in LOOPBACK
+            and not seen(parts.port or 8081)]
 
 
 def _folders(path: Path) -> list[Path]:
@@ -205,6 +242,7 @@ def tidy(folders: Iterable[Folder]) -> int:
     freed = 0
     for folder in folders:
         if folder.remote:
+            drop_unused(folder.path)
             continue
         referenced, unread = set(), set()
         try:
@@ -224,3 +262,20 @@ def tidy(folders: Iterable[Folder]) -> int:
         except OSError as error:
             raise StoreError(f"{folder.path} cannot be tidied: {error.strerror or error}") from error
     return freed
+
+
+def drop_unused(folder: Path, now: Callable[[], float] = time.time) -> None:
+    """Remove a folder of manifests that nobody holds and nothing was ever kept in, or not for long. One that was used
+    a while ago stays: it has the names under which files lie on the server's disk, which are used again. Never raises.
+    """
+    with contextlib.suppress(OSError):
+        fd = os.open(folder.with_name(f"{folder.name}.lock"), os.O_RDWR | os.O_CREAT, 0o600)
+        try:
+            names = [entry.name for entry in folder.iterdir()]
+            if try_lock(fd) and not set(names) - {"id"}:
+                changed = folder.stat().st_mtime
+                if not names or changed <= (folder / "id").stat().st_mtime or now() - changed > UNUSED_S:
+                    (folder / "id").unlink(missing_ok=True)
+                    folder.rmdir()
+        finally:
+            os.close(fd)
