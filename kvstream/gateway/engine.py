@@ -111,7 +111,7 @@ class Engine:
         self.inject = Inject(
             adapter, upstream, settings, metrics, name=name, post=self._post_of_slots,
             other_process=self.watcher.other_process, progress=self.guard.progress,
-            owned=lambda: self.slot_view().owned)
+            owned=lambda: self.slot_view().owned, is_away=self.watcher.is_away)
         self._parking = Parking(adapter, upstream, settings, self.post, self.inject.meter, self._live)
         self._draining = DrainingSeats(self._live, self.inject.jobs, metrics, self.post)
         self.drifts = Drifts(adapter, name)

@@ -112,6 +112,10 @@ class BackendWatcher:
                 await self._nudge.wait()
             nudged = self._nudge.is_set()
 
+    def is_away(self) -> bool:
+        """Whether the last that is known is that nobody serves there."""
+        return self.backend.state in (Health.DOWN, "failed")
+
     @property
     def _tokens_flow(self) -> bool:
         return (self.backend.state == Health.UP

@@ -6,6 +6,7 @@ the calls. The engine talks to all of them here, so that a lane without slots ha
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from types import MappingProxyType
@@ -30,18 +31,22 @@ from .slotwork import UNPLANNED, Opening, SlotWork
 from .stream import Stream
 from .verify import SlotVerify
 
+log = logging.getLogger("kvstream.slots")
+
 TICK_S = 0.01
 NO_JOBS: Mapping[int, Job] = MappingProxyType({})
 
 
 class Inject:
-    """See the module. ``post`` hands an event to the scheduler; ``other_process``, ``progress`` and ``owned`` are the
-    engine's: see ``SlotLane``, ``PromptReader`` and ``SlotWork``."""
+    """See the module. ``post`` hands an event to the scheduler; ``other_process``, ``progress``, ``owned`` and
+    ``is_away`` are the engine's: see ``SlotLane``, ``PromptReader`` and ``SlotWork``."""
 
     def __init__(self, adapter: Adapter, upstream: Upstream, settings: EngineSettings, metrics: Metrics, *, name: str,
                  post: Callable[[Event], None], other_process: Callable[[], None],
-                 progress: Callable[[Stream], None], owned: Callable[[], frozenset[int]]) -> None:
+                 progress: Callable[[Stream], None], owned: Callable[[], frozenset[int]],
+                 is_away: Callable[[], bool] = lambda: False) -> None:
         self._post = post
+        self._is_away = is_away
         self._adapter = adapter
         self._drain_save_s = settings.inject.drain_save_s if settings.inject is not None else 0.0
         self.lane: SlotLane | None = None
@@ -89,6 +94,8 @@ class Inject:
         if self.lane is not None:
             told, store = self.lane.verify.status(now), self.lane.store
             off = store.why_off if store is not None else ""
+            if self.lane.verify.is_unchecked and self._is_away():
+                told = {**told, "why": "unknown: the server is away"}
             return {**told, "notes": [*told["notes"], *([f"nothing is saved now: {off}"] if off else [])]}, ""
         return None, "this kind of backend has no slots" if self._adapter.slots is None else "inject.mode is off"
 
@@ -229,9 +236,28 @@ class Inject:
 
     async def wait_saved(self) -> None:
         """The lane is closing: wait until what its slots hold is saved as far as that is worth it, ``drain_save_s`` at
-        most. *Cancellation*: safe; a save that is under way is not offered later."""
-        if self.work is None:
+        most; say what came of it. *Cancellation*: safe; a save that is under way is not offered later."""
+        if self.lane is None or self.meter is None:
             return
+        before, began = self.meter.totals(), trio.current_time()
+        try:
+            await self._wait_jobs()
+        finally:
+            log.info("%s", drain_words(before, self.meter.totals(), trio.current_time() - began, self._why_unsaved()))
+
+    def _why_unsaved(self) -> str:
+        """Why there is nothing to save, or nothing can be."""
+        if self._is_away() or (self.work is not None and self.work.refused):
+            return "the server is away"
+        if self.lane is None or self.lane.rules is None:
+            told, why = self.status(trio.current_time())
+            return str(told["why"]) if told is not None else why
+        if self.jobs:
+            return f"inject.drain_save_s = {self._drain_save_s:g} s are over"
+        off = self.lane.store.why_off if self.lane.store is not None else ""
+        return off or "its slots hold nothing that is worth it and not saved already"
+
+    async def _wait_jobs(self) -> None:
         with trio.move_on_after(self._drain_save_s):
             while True:
                 await trio.sleep(TICK_S)  # the scheduler takes in what the last one told, and begins the next
@@ -239,6 +265,17 @@ class Inject:
                 if not jobs:
                     return
                 await jobs[0].done.wait()
+
+
+def drain_words(before: Mapping[str, Any], after: Mapping[str, Any], seconds: float, why: str) -> str:
+    """What was saved between two ``InjectMeter.totals``; ``why`` nothing more was."""
+    slots, size = (after[name].get("drain", 0) - before[name].get("drain", 0) for name in ("saves", "saved_bytes"))
+    failed = after["saves_failed"] - before["saves_failed"]
+    lost = f", {failed} could not be" if failed else ""
+    if slots:
+        what = "1 slot was" if slots == 1 else f"{slots} slots were"
+        return f"{what} saved, {size / 2**20:,.1f} MiB in {seconds:.1f} s{lost}"
+    return f"what the slots hold is not saved: {why}{lost}"
 
 
 def _work_of(usage: UsageNumbers | None) -> PromptWork | None:

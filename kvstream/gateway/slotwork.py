@@ -29,7 +29,7 @@ from ..adapters.base import Failed
 from ..adapters.slot_calls import PromptWork, SlotCalls
 from ..core.messages import Event, Proceed, PromptRead, Restored, SaveSlot, SlotSaved, SlotStarted
 from ..core.types import RequestId, SaveSpec, SlotPlan
-from ..errors import StoreError
+from ..errors import BackendUnavailableError, StoreError
 from .inject_settings import InjectSettings
 from .ports import Upstream
 from .readprompt import PromptReader
@@ -70,6 +70,7 @@ class SlotWork:
         self.jobs = SlotJobs(upstream, calls, call_s_max=settings.call_s_max, raise_bugs=raise_bugs)
         self._saves = trio.CapacityLimiter(SAVES_AT_ONCE)
         self._start = trio.Lock()
+        self.refused = False  # the last save met nobody at the runtime's address
         self._answers: dict[RequestId, trio.MemorySendChannel[Proceed]] = {}
 
     # --- a request's plan ---------------------------------------------------------------------------------------------
@@ -189,6 +190,7 @@ class SlotWork:
                 self._save_failed(spec, job, done)
                 return
             self._lane.heard()
+            self.refused = False
             kept = await store.keep(spec, done)
             seconds = trio.current_time() - began if done.seconds is None else done.seconds
             event = SlotSaved(job.slot, spec.name, True, kept.tokens, kept.bytes, seconds, kept.keys, rid)
@@ -201,6 +203,10 @@ class SlotWork:
             self._post(event)
 
     def _save_failed(self, spec: SaveSpec, job: Job, failed: Failed) -> None:
+        self.refused = failed.kind == BackendUnavailableError.code and not job.lost
+        if self.refused:
+            log.info("slot %d was not saved: the server is away", job.slot)
+            return  # which says nothing about its disk
         log.info("slot %d was not saved: %s", job.slot, failed.message)
         if self._lane.store is not None and not job.lost:
             self._lane.store.failed(spec.name, failed.message)

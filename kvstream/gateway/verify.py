@@ -175,6 +175,11 @@ class SlotVerify:
         why = off or (self._shunned[1] if self._shunned is not None and checked.rules is not None else None)
         return checked if why is None else evolve(checked, mode="soft", rules=None, why=why)
 
+    @property
+    def is_unchecked(self) -> bool:
+        """Nobody could be asked so far."""
+        return self._checked is NOT_CHECKED
+
     def status(self, now: float) -> Mapping[str, Any]:
         """For ``/status``, in words. ``again_s``: seconds until slots that are shunned are used again."""
         found = self.found

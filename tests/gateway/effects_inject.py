@@ -4,6 +4,7 @@ To add one: write it here with ``@effect``, and its name into ``__all__``."""
 
 from __future__ import annotations
 
+import logging
 from pathlib import Path
 from typing import Any
 
@@ -139,9 +140,12 @@ async def test_so_many_restores_without_effect_switch_it_off() -> None:
 
 @effect("inject.drain_save_s")
 async def test_what_slots_hold_is_saved_within_so_long_when_it_stops(
-    tmp_path: Path, autojump_clock: trio.abc.Clock
+    tmp_path: Path, autojump_clock: trio.abc.Clock, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Two prompts are worth a file, a save takes 3 s: within 7 s both are saved, within 4 s one, within none none."""
+    caplog.set_level(logging.INFO, logger="kvstream")
+    words = {2: "2 slots were saved, ", 1: "1 slot was saved, ",
+             0: "what the slots hold is not saved: inject.drain_save_s = 0 s are over"}
     for index, (allowed, saved) in enumerate(((7.0, 2), (4.0, 1), (0.0, 0))):
         inject = engine_settings(inject_config(drain_save_s=allowed)).inject
         assert inject is not None and inject.drain_save_s == allowed
@@ -157,4 +161,5 @@ async def test_what_slots_hold_is_saved_within_so_long_when_it_stops(
             assert trio.current_time() - began <= allowed + 0.1
             ended = [entry for entry in actions(lane.runtime, "save")[before:] if entry.outcome == "done"]
             assert len(ended) == saved
+            assert words[saved] in caplog.messages[-1]
 
