@@ -28,6 +28,7 @@ TEMPORARY: Final = re.compile(r"kvt(?P<token>[0-9a-f]{8})[0-9a-f]{6}\.kv")
 DATA: Final = re.compile(r"kvs(?P<stem>[a-z0-9]{1,60})x(?P<token>[0-9a-f]{8})[0-9a-f]{6}\.kv")
 MANIFEST: Final = re.compile(r"(?P<name>[a-z0-9]{1,80}\.kv)\.json")
 MANIFEST_DRAFT: Final = re.compile(r"[a-z0-9]{1,80}\.kv\.(?P<token>[0-9a-f]{8})[0-9a-f]{6}\.tmp")
+OWNED: Final = re.compile(r"s[0-9a-f]+x[0-9a-f]+\.kv")  # the state of a request that gave way; see core.saved
 LOCK: Final = re.compile(r"kvstream-(?P<token>[0-9a-f]{8})\.lock")
 STEM_CHARS_MAX: Final = 60
 NUMBER_MAX: Final = 0xFFFFFF

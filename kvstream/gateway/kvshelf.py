@@ -21,7 +21,7 @@ from ..adapters.llamacpp_slotfile import read_head
 from ..adapters.slot_calls import SlotDone
 from ..core.types import PageKey, SaveSpec
 from ..errors import StoreError
-from .filelock import Owner
+from .filelock import Owner, bury
 from .kvfiles import (
     DATA,
     MANIFEST,
@@ -294,6 +294,11 @@ class LocalShelf(Shelf):
         if state != known and await self._checksum(path, state.size, in_thread) != manifest.checksum:
             raise StoreError("its checksum is wrong")
         return state
+
+    def is_left_over(self, manifest: Manifest) -> bool:
+        """Quick. Whether the store that wrote it is gone."""
+        found = DATA.fullmatch(manifest.file)
+        return found is None or (found["token"] != self.token and bury(self.folder, found["token"]))
 
     def close(self) -> None:
         """Quick."""

@@ -16,6 +16,7 @@ import logging
 import time
 from collections import deque
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Final, Literal, Union
 
@@ -26,7 +27,7 @@ from ..adapters.slot_calls import Identity, SlotDone
 from ..core.types import SavedPrefix, SaveSpec
 from ..errors import StoreError
 from .inject_settings import InjectSettings
-from .kvfiles import NAME, Disk, FileState
+from .kvfiles import NAME, OWNED, Disk, FileState
 from .kvremote import RemoteShelf
 from .kvshelf import Draft, LocalShelf, ReadIds, Stocked, T, check_promise, token_ids
 from .manifest import Manifest, bounded_facts, why_gone
@@ -135,7 +136,10 @@ class KvStore:
             self._kept, self._others = {}, []
             for stocked in stock.found:
                 name = stocked.manifest.name
-                if self._is_ours(stocked.manifest):
+                if OWNED.fullmatch(name) and name not in before:  # of a request of another life: nobody's prefix
+                    if self._shelf.is_left_over(stocked.manifest):
+                        await self._in_thread(partial(self._shelf.remove, stocked.manifest))
+                elif self._is_ours(stocked.manifest):
                     known = before.get(name)
                     same = known and known.manifest.checksum == stocked.manifest.checksum
                     self._kept[name] = _Kept(stocked.manifest, known.state if known and same else None)

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import trio
+from attrs import evolve
 
 from kvstream.adapters.slot_calls import Identity, SlotDone
 from kvstream.core.tokens import page_keys, salt
@@ -86,6 +87,34 @@ async def test_what_is_kept_is_offered_after_a_restart(tmp_path: Path) -> None:
     store.forget(kept.name)
     store.close()
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("remote", [False, True])
+async def test_the_state_of_a_request_that_died_with_its_process_is_nobodys_prefix(
+        tmp_path: Path, remote: bool) -> None:
+    """A crash leaves the file of one that gave way. A new run's request has the same number: the name must be free."""
+    (state := tmp_path / "state").mkdir()
+    folder = None if remote else tmp_path / "kv"
+    (written := tmp_path / "kv").mkdir()
+    store = store_at(folder, state)
+    await store.load()
+    prefix = await save(store, written, ids_of(1))
+    spec = evolve(spec_of(ids_of(2)), name=f"s{IDENTITY.digest}x7.kv", why="swap")
+    data = kv_file(ids_of(2))
+    (written / store.temporary(spec.name, len(data))).write_bytes(data)
+    await store.keep(spec, SlotDone(slot=0, tokens=100, bytes=len(data), seconds=0.01))
+    assert {found.name for found in await store.load()} == {prefix.name, spec.name}, "its own process still has it"
+    if not remote:  # another KVStream in the same folder neither offers nor deletes it
+        other, found = await reopened(written)
+        assert set(found) == {prefix.name}
+        assert await store.offer(spec.name)
+        other.close()
+    store.close()
+    store = store_at(folder, state)
+    assert {found.name for found in await store.load()} == {prefix.name}
+    left = [path.name for path in (state if remote else written).rglob("s*x7*")]
+    assert not left and (remote or len(list(written.glob("*.kv"))) == 1)
+    store.close()
 
 
 async def test_a_name_that_is_none_reaches_no_file(tmp_path: Path) -> None:
