@@ -209,6 +209,9 @@ class Inject:
                 lane.prompt_read(work)
                 self._post(CacheSeen(stream.rid, work.cached, work.cached + work.computed, work.seconds))
             return
+        if stream.said is not None and stream.said.first is not None:  # of all legs, too, and this one's own are not told
+            lane.prompt_expected(stream)
+            return
         work = calls.prompt_work(stream.usage_data) or calls.prompt_work(stream.last_data)
         if work is None:
             work = _work_of(stream.usage)

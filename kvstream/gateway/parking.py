@@ -25,7 +25,7 @@ from attrs import frozen
 
 from ..adapters.base import Adapter, Decoder, Done, HttpCall, ProxyRequest
 from ..adapters.routes import route_of
-from ..adapters.slot_calls import Legs, ResumeDecoder, SlotCalls
+from ..adapters.slot_calls import Legs, PromptWork, ResumeDecoder, SlotCalls
 from ..adapters.whole import DONE_FRAME
 from ..core.messages import Bound, Ended, Event, Preempt, Refuse, SlotSaved
 from ..core.types import EndReason, RefuseReason, RequestId
@@ -135,9 +135,12 @@ class Parking:
         """Its leg ended, and it waits for the next. Synchronous."""
         said = stream.said
         assert said is not None
-        if said.cached is None and said.begun:
-            lease, read = stream.lease, stream.read
-            said.cached = read.cached if read is not None else lease.tokens_cached if lease is not None else None
+        if said.cached is None and (said.begun or stream.read is not None or stream.answered):
+            read = said.with_first(stream.read or _expected(stream))
+            if not said.begun:
+                said.first = read
+            elif read is not None:
+                said.cached = read.cached
         if stream.sent_at is not None and stream.leg_token is not None and stream.last_token is not None:
             said.prompt_s += stream.leg_token - stream.sent_at
             said.answer_s += stream.last_token - stream.leg_token
@@ -231,6 +234,17 @@ class Parking:
         if ids is None:
             raise BackendProtocolError(f"the backend does not tell the tokens of a text ({reply.status})")
         return ids
+
+
+def _expected(stream: Stream) -> PromptWork | None:
+    """What its leg found of the prompt, as far as anybody knows."""
+    lease = stream.lease
+    if lease is None:
+        return None
+    restored = lease.plan is None or lease.plan.restore is None or stream.restored
+    cached = lease.tokens_cached if restored else 0
+    took = None if stream.sent_at is None else trio.current_time() - stream.sent_at
+    return PromptWork(cached, max(0, stream.tokens_prompt - cached), took)
 
 
 def _ids_of(keys: Sequence[object], prompt: Sequence[int]) -> tuple[int, ...]:

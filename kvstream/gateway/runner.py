@@ -101,7 +101,8 @@ class Runner:
             self._ended(stream, error, planned=opening is not None)
 
     async def _perform(self, stream: Stream, opening: Opening, goes_on: NextLeg | None) -> None:
-        leg: Leg = FirstLeg(stream, opening.slot, opening.read) if goes_on is None else evolve(
+        read = opening.read if stream.said is None else stream.said.with_first(opening.read)
+        leg: Leg = FirstLeg(stream, opening.slot, read) if goes_on is None else evolve(
             goes_on, slot=opening.slot)
         pump = self._pump(stream, leg)
         if goes_on is not None and goes_on.is_over:

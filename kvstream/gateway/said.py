@@ -8,7 +8,7 @@ from typing import Any
 from attrs import define, field
 
 from ..adapters.base import Delta, UpstreamEvent
-from ..adapters.slot_calls import ResumeDecoder
+from ..adapters.slot_calls import PromptWork, ResumeDecoder
 from ..core.types import PageKey
 
 _PLAIN = frozenset(("role", "content"))
@@ -29,6 +29,7 @@ class Said:
     legs: int = 0
     before: int = 0
     cached: int | None = None
+    first: PromptWork | None = None
     prompt_s: float = 0.0
     answer_s: float = 0.0
     keys: Sequence[PageKey] = ()
@@ -39,6 +40,13 @@ class Said:
         if len(self.pieces) > 1:
             self.pieces = ["".join(self.pieces)]
         return self.pieces[0] if self.pieces else ""
+
+    def with_first(self, work: PromptWork | None) -> PromptWork | None:
+        """``work`` of this leg, and what was read in those before: cached is what the first one found."""
+        if self.first is None or work is None:
+            return work or self.first
+        known = [part.seconds for part in (self.first, work) if part.seconds is not None]
+        return PromptWork(min(self.first.cached, work.cached), work.computed, sum(known) if known else None, work.slot)
 
     def note(self, event: UpstreamEvent) -> bool:
         """Take an event that goes to the client; False when the answer can no longer be continued."""

@@ -12,10 +12,12 @@ import pytest
 import trio
 
 from kvstream.adapters.base import Delta
+from kvstream.adapters.slot_calls import PromptWork
 from kvstream.core.messages import Preempt
 from kvstream.core.types import Priority
 from kvstream.gateway.request import parse_request
 from kvstream.gateway.said import Said
+from kvstream.gateway.stream import Stream
 from tests.fakes.upstream import FakeResponse
 from tests.gateway.conftest import CHAT, COMPLETIONS, Call, chat, data_of, metric, text_of
 from tests.gateway.parklane import (
@@ -130,6 +132,35 @@ async def test_case_40_before_its_first_token_it_is_sent_again(autojump_clock: A
         assert (await lane.post(chat("now", max_tokens=2), headers=HIGH)).status == 200
         await call.ended.wait()
         assert shape(call) == shape(expected) and gave_way(lane) == (1, 1)
+        await check(lane)
+
+
+async def test_case_40_what_it_read_before_its_first_token_is_never_called_cached(
+    autojump_clock: Any, tmp_path: Path
+) -> None:
+    """It gives way when its prompt was read and it is about to be sent, and comes back to a slot that still has all of
+    it. Its client waited for all of it to be computed."""
+    knobs = {"prefill_rate": 400.0, "n_batch": 16, "n_ctx": 8192}
+    body = {**body_of(CHAT, max_tokens=300), "messages": [{"role": "user", "content": "word " * 900}]}
+    async with open_one(tmp_path, knobs=knobs, inject={"read_first_s": 0.1}) as lane:
+        work = lane.engine.inject.work
+        assert work is not None
+        read_first = work._read_first
+
+        async def preempted_then(stream: Stream, slot: int | None) -> PromptWork | None:
+            stream.read = await read_first(stream, slot)
+            work._read_first = read_first  # type: ignore[method-assign]
+            lane.engine._act(Preempt(stream.rid, False))
+            await trio.sleep_forever()
+
+        work._read_first = preempted_then  # type: ignore[method-assign]
+        call = await lane.post(body, CHAT, LOW)
+        assert text_of(call.body)
+        told = [frame["timings"] for frame in data_of(call.body) if isinstance(frame, dict) and "timings" in frame][-1]
+        assert told["cache_n"] == 0 and told["prompt_n"] > 900 and told["prompt_ms"] > 2000
+        lost = lane.metrics.registry.get_sample_value(
+            "kvstream_slots_lost_total", {"backend": "default", "why": "missed"})
+        assert not lost
         await check(lane)
 
 
