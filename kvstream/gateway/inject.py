@@ -188,7 +188,7 @@ class Inject:
         """Its leg is over. Synchronous; before anything else is told about it."""
         if self.work is None or self.lane is None:
             return
-        self.work.over()
+        self.work.over(stream)
         if stream.completed:
             self.lane.heard()
             self._cache_seen(stream)
@@ -209,7 +209,7 @@ class Inject:
                 lane.prompt_read(work)
                 self._post(CacheSeen(stream.rid, work.cached, work.cached + work.computed, work.seconds))
             return
-        if stream.said is not None and stream.said.first is not None:  # of all legs, too, and this one's own are not told
+        if stream.said is not None and stream.said.first is not None:  # of all legs, too
             lane.prompt_expected(stream)
             return
         work = calls.prompt_work(stream.usage_data) or calls.prompt_work(stream.last_data)

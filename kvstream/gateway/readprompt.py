@@ -34,8 +34,10 @@ class PromptReader:
         self._silence_s = silence_s or float("inf")
         self._idle_s_max = idle_s_max
 
-    async def read(self, stream: Stream, ids: Sequence[int], slot: int | None) -> PromptWork | None:
-        """What it cost; None where it did not work, and the slot is idle.
+    async def read(self, stream: Stream, ids: Sequence[int], slot: int | None, *,
+                   started: Callable[[], None] = lambda: None) -> PromptWork | None:
+        """What it cost; None where it did not work, and the slot is idle. ``started``: headers came, the runtime has
+        found a slot for it.
 
         *Errors*: ``BackendUnavailableError`` where nothing listens or the connection was reset,
         ``BackendTimeoutError``, and whatever broke it off when the slot was not seen idle after that. *Cancellation*:
@@ -49,6 +51,7 @@ class PromptReader:
                         work = None  # the request itself will hear the same, and knows what to do
                     else:
                         stream.answered = True
+                        started()
                         work = await self._follow(stream, response, silence)
             except StreamTruncatedError as error:
                 log.info("request %d: reading its prompt broke off (%s)", stream.rid, error.message)

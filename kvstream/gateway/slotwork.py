@@ -11,7 +11,8 @@ event. A step that fails costs the request its time and nothing else: what it sh
      another process answers: back to its place in the queue, what it relied on is gone
 
 Where requests cannot be pinned (a runtime that empties idle slots when a request starts) starts are serialised: a
-request restores, is sent at once, and the next one waits until its headers came.
+request restores, is sent at once, and the next one waits until its headers came. A prompt that is read first is such a
+request: who comes while it is read need not wait for its end, only for what is done with its slot after that.
 
 ``read_first`` is a call of its own that reads the prompt and answers nothing. To the rest of the gateway it is this
 request's prefill: it is watched as such, and when it is broken off the slot is watched until it is idle.
@@ -72,6 +73,7 @@ class SlotWork:
         self._start = trio.Lock()
         self.refused = False  # the last save met nobody at the runtime's address
         self._answers: dict[RequestId, trio.MemorySendChannel[Proceed]] = {}
+        self._read_into: dict[RequestId, int] = {}  # idle slots that the runtime chose, until their request has started
 
     # --- a request's plan ---------------------------------------------------------------------------------------------
 
@@ -113,7 +115,8 @@ class SlotWork:
         """The runtime will choose the slot: what is restored goes into one that is idle now, and what is erased is."""
         look = await self._lane.look() if plan.erase or plan.restore is not None else None
         idle = [] if look is None else [
-            slot for slot in range(len(look.tokens)) if slot not in look.busy and slot not in self.jobs.running]
+            slot for slot in range(len(look.tokens)) if slot not in look.busy and slot not in self.jobs.running
+            and slot not in self._read_into.values()]
         for other in plan.erase:
             if other in idle:
                 await self.jobs.do(other, self._erase)
@@ -135,7 +138,12 @@ class SlotWork:
         ids = stream.prompt.ids if stream.prompt is not None else None
         if not ids:
             return None
-        work = await self._reader.read(stream, ids, stream.slot)
+        serialised = self._has_start
+        work = await self._reader.read(stream, ids, stream.slot, started=self._release)
+        if work is not None and work.slot is not None and serialised:
+            self._read_into[stream.rid] = work.slot
+        if serialised and not self._has_start:
+            await self._start.acquire()
         if work is None:
             return None
         self._lane.heard()
@@ -164,16 +172,21 @@ class SlotWork:
 
     def started(self, stream: Stream) -> None:
         """Its headers came. Called in the task that called :meth:`open`."""
-        self._release()
+        self.over(stream)
         self._lane.heard()
         self._post(SlotStarted(stream.rid))
 
-    def over(self) -> None:
+    def over(self, stream: Stream) -> None:
         """The leg that was opened is over, whatever it was. Called in the same task; synchronous."""
+        self._read_into.pop(stream.rid, None)
         self._release()
 
+    @property
+    def _has_start(self) -> bool:
+        return self._start.statistics().owner is trio.lowlevel.current_task()
+
     def _release(self) -> None:
-        if self._start.statistics().owner is trio.lowlevel.current_task():
+        if self._has_start:
             self._start.release()
 
     # --- what is done with a slot, in a job ---------------------------------------------------------------------------

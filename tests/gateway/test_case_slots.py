@@ -140,6 +140,28 @@ async def test_case_49_where_nothing_is_pinned_starts_are_serialised(
         check_wire(lane.runtime)
 
 
+async def test_case_49_a_long_prompt_that_is_read_first_holds_up_nobody(
+    tmp_path: Path, autojump_clock: trio.abc.Clock
+) -> None:
+    """Where starts are serialised, the reading of a prompt is a start, not all of it; and after it nobody restores into
+    the slot that it was read into."""
+    told = hard(tmp_path, scheduler={"read_first_s": 0.1, "long_prefills_max": 0})
+    async with open_hard(tmp_path, told, slots=2, unified=True, n_ctx=8192, cache_ram=True, prefill_rate=200.0) as lane:
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(lambda: usage_of(lane, text("amber", 3000)))
+            while not any(stream.answered for stream in lane.engine.streams.values()):
+                await trio.sleep(0.01)
+            began = trio.current_time()
+            await usage_of(lane, "short")
+        short, long = calls_of(lane, "short")[0], calls_of(lane, "amber")[0]
+        assert short.received_at < began + 1, "the runtime has it at once"
+        assert long.received_at > began + 10 and long.ended_at is not None
+        assert long.ended_at - long.received_at < 2, "what was read was found"
+        work = lane.engine.inject.work
+        assert work is not None and not work._read_into and not work._has_start and not work._start.locked()
+        check_wire(lane.runtime)
+
+
 # --- 50 ---------------------------------------------------------------------------------------------------------------
 
 
