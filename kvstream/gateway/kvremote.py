@@ -12,7 +12,7 @@ from typing import Final
 
 from ..errors import StoreError
 from .filelock import try_lock
-from .kvfiles import MANIFEST, Disk, FileState, manifest_name, sweep
+from .kvfiles import MANIFEST, OWNED, Disk, FileState, manifest_name, sweep
 from .kvshelf import Draft, InThread, Shelf, Stock, Stocked, Written
 from .manifest import Manifest
 
@@ -35,7 +35,7 @@ class RemoteShelf(Shelf):
         self._prefix = ""
         self._tainted: set[str] = set()  # a save that nobody waits for may still be written over what is there
 
-    def load(self, busy: frozenset[str]) -> Stock:
+    def load(self, busy: frozenset[str], known: frozenset[str]) -> Stock:
         """*Errors*: ``OSError`` when nothing can be kept there."""
         self._claim()
         manifests = [name for name in self.disk.names(self.folder) if MANIFEST.fullmatch(name)]
@@ -43,7 +43,9 @@ class RemoteShelf(Shelf):
         for _, manifest in self._read(manifests):
             if manifest is None:
                 continue
-            if manifest.file in self._names():
+            if OWNED.fullmatch(manifest.name) and manifest.name not in known:
+                self.remove(manifest)  # the state of a request of another life: nobody's prefix
+            elif manifest.file in self._names():
                 found.append(Stocked(manifest))
             else:  # files_max was lowered, or the folder copied
                 dropped += 1
@@ -120,10 +122,6 @@ class RemoteShelf(Shelf):
         """That the manifest is still there: ``kvstream cache rm`` may have removed it. *Errors*: ``OSError``."""
         await in_thread(lambda: self.disk.state(self.folder / manifest_name(manifest.name)))
         return FileState(manifest.size, 0)
-
-    def is_left_over(self, manifest: Manifest) -> bool:
-        """Quick. Whoever had this folder before is gone."""
-        return True
 
     def close(self) -> None:
         """Quick."""

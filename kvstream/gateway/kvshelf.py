@@ -27,6 +27,7 @@ from .kvfiles import (
     MANIFEST,
     MANIFEST_BYTES_MAX,
     NUMBER_MAX,
+    OWNED,
     Disk,
     FileState,
     data_name,
@@ -159,7 +160,7 @@ class LocalShelf(Shelf):
             self._owner = Owner.claim(self.folder)
             self.token = self._owner.token
 
-    def load(self, busy: frozenset[str]) -> Stock:
+    def load(self, busy: frozenset[str], known: frozenset[str]) -> Stock:
         """*Errors*: ``OSError`` when the folder cannot be listed."""
         read_only = None
         names = self.disk.names(self.folder)
@@ -179,8 +180,10 @@ class LocalShelf(Shelf):
                 self.remove(manifest)
             elif fault is None:
                 unread.add(stem_of(manifest.name))
-            else:
+            elif not OWNED.fullmatch(manifest.name) or manifest.name in known:
                 found.append(Stocked(manifest))
+            elif self._is_left_over(manifest):  # the state of a request of another life: nobody's prefix
+                self.remove(manifest)
         unread.update(stem_of(name.removesuffix(".json")) for name in manifests[MANIFESTS_MAX:])
         if read_only is None:
             sweep(self.disk, self.folder, referenced=frozenset(stocked.manifest.file for stocked in found),
@@ -295,7 +298,7 @@ class LocalShelf(Shelf):
             raise StoreError("its checksum is wrong")
         return state
 
-    def is_left_over(self, manifest: Manifest) -> bool:
+    def _is_left_over(self, manifest: Manifest) -> bool:
         """Quick. Whether the store that wrote it is gone."""
         found = DATA.fullmatch(manifest.file)
         return found is None or (found["token"] != self.token and bury(self.folder, found["token"]))

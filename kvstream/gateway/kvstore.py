@@ -16,7 +16,6 @@ import logging
 import time
 from collections import deque
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import Final, Literal, Union
 
@@ -27,7 +26,7 @@ from ..adapters.slot_calls import Identity, SlotDone
 from ..core.types import SavedPrefix, SaveSpec
 from ..errors import StoreError
 from .inject_settings import InjectSettings
-from .kvfiles import NAME, OWNED, Disk, FileState
+from .kvfiles import NAME, Disk, FileState
 from .kvremote import RemoteShelf
 from .kvshelf import Draft, LocalShelf, ReadIds, Stocked, T, check_promise, token_ids
 from .manifest import Manifest, bounded_facts, why_gone
@@ -118,9 +117,9 @@ class KvStore:
         *Cancellation*: safe.
         """
         async with self._changing:
-            busy = frozenset(pending.file for pending in self._pending.values())
+            busy, known = frozenset(pending.file for pending in self._pending.values()), frozenset(self._kept)
             try:
-                stock = await self._in_thread(lambda: self._shelf.load(busy))
+                stock = await self._in_thread(lambda: self._shelf.load(busy, known))
             except OSError as error:
                 self._kept.clear()
                 self._others.clear()
@@ -136,13 +135,10 @@ class KvStore:
             self._kept, self._others = {}, []
             for stocked in stock.found:
                 name = stocked.manifest.name
-                if OWNED.fullmatch(name) and name not in before:  # of a request of another life: nobody's prefix
-                    if self._shelf.is_left_over(stocked.manifest):
-                        await self._in_thread(partial(self._shelf.remove, stocked.manifest))
-                elif self._is_ours(stocked.manifest):
-                    known = before.get(name)
-                    same = known and known.manifest.checksum == stocked.manifest.checksum
-                    self._kept[name] = _Kept(stocked.manifest, known.state if known and same else None)
+                if self._is_ours(stocked.manifest):
+                    kept = before.get(name)
+                    same = kept and kept.manifest.checksum == stocked.manifest.checksum
+                    self._kept[name] = _Kept(stocked.manifest, kept.state if kept and same else None)
                 else:
                     self._others.append(stocked)
             self._others.sort(key=lambda stocked: stocked.manifest.used)
