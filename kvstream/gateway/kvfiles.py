@@ -6,6 +6,7 @@ A directory may hold other people's files too. Only names of these forms are eve
     kvsKEYxTTTTTTTTNNNNNN.kv    written, verified; it counts once a manifest names it
     KEY.kv.json                 the manifest: this file alone decides whether, and where, KEY is kept
     KEY.kv.TTTTTTTTNNNNNN.tmp   a manifest on its way
+    kvstreamcheckNNNNNNNN.kv    being looked at by a self-check
     kvstream-TTTTTTTT.lock      held by the store with token T as long as it lives
 """
 
@@ -30,6 +31,7 @@ MANIFEST: Final = re.compile(r"(?P<name>[a-z0-9]{1,80}\.kv)\.json")
 MANIFEST_DRAFT: Final = re.compile(r"[a-z0-9]{1,80}\.kv\.(?P<token>[0-9a-f]{8})[0-9a-f]{6}\.tmp")
 OWNED: Final = re.compile(r"s[0-9a-f]+x[0-9a-f]+\.kv")  # the state of a request that gave way; see core.saved
 LOCK: Final = re.compile(r"kvstream-(?P<token>[0-9a-f]{8})\.lock")
+CHECK: Final = re.compile(r"kvstreamcheck[0-9a-f]{0,8}\.kv|kvstream-probe\.bin")
 STEM_CHARS_MAX: Final = 60
 NUMBER_MAX: Final = 0xFFFFFF
 MANIFEST_BYTES_MAX: Final = 32 * 2**20  # a million token ids are 5.6 MB

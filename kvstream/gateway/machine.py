@@ -66,6 +66,19 @@ def llama_flags(port: int, proc: Path = Path("/proc")) -> ServerFlags | None:
     return found[0] if found and all(flags == found[0] for flags in found) else None
 
 
+def llama_folder(port: int, proc: Path = Path("/proc")) -> str:
+    """Where the llama.cpp server on ``port`` of this machine runs, which its relative paths are meant from; empty when
+    that cannot be seen, or not for sure."""
+    found = set()
+    for pid, argv in _commands(proc):
+        if is_llama_server(argv) and ServerFlags.read(argv, _environment(pid, ENVIRONMENT_PREFIX)).port == port:
+            try:
+                found.add(str((pid / "cwd").readlink()))
+            except OSError:
+                return ""
+    return found.pop() if len(found) == 1 else ""
+
+
 def _absolute(flags: ServerFlags, pid: Path) -> ServerFlags:
     """A relative folder is meant from where the server runs; it stays as it is where that cannot be seen."""
     if not flags.slot_save_path or Path(flags.slot_save_path).is_absolute():

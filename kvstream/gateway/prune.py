@@ -19,7 +19,7 @@ from attrs import field, frozen
 from ..config import Config
 from ..errors import StoreError
 from .filelock import try_lock
-from .kvfiles import DATA, MANIFEST, Disk, manifest_name, stem_of, sweep
+from .kvfiles import CHECK, DATA, MANIFEST, Disk, manifest_name, stem_of, sweep
 from .kvfolders import Known, recall
 from .kvshelf import MANIFESTS_MAX, read_manifest
 from .machine import llama_flags
@@ -31,6 +31,7 @@ LOOPBACK: Final = frozenset(("127.0.0.1", "localhost", "::1"))
 
 SHOWN_CHARS: Final = 16  # of a name's end: the beginning is the same for all of a model
 NAMED_CHARS_MIN: Final = 4
+CHECK_OLD_S: Final = 600.0  # no check takes so long
 UNUSED_S: Final = 30 * 86400.0  # then the names of an empty remote folder are given up
 
 State = Literal["whole", "missing", "wrong size", "elsewhere"]
@@ -67,7 +68,8 @@ class Row:
     @property
     def model_state(self) -> Literal["ok", "changed", "gone", "?"]:
         """Whether the model that it belongs to is still on this machine as it was."""
-        path, known = self.manifest.facts.get("model_path", ""), self.manifest.facts.get("file model", "")
+        facts = self.manifest.facts
+        path, known = facts.get("file path", "") or facts.get("model_path", ""), facts.get("file model", "")
         if not path or not known or not Path(path).is_absolute():
             return "?"
         try:
@@ -258,9 +260,23 @@ def tidy(folders: Iterable[Folder]) -> int:
                         unread.add(stem_of(name.removesuffix(".json")))
                     else:
                         disk.remove(folder.path / name)
+            freed += _drop_checks(disk, folder.path)
             freed += sweep(disk, folder.path, referenced=frozenset(referenced), unread=frozenset(unread))
         except OSError as error:
             raise StoreError(f"{folder.path} cannot be tidied: {error.strerror or error}") from error
+    return freed
+
+
+def _drop_checks(disk: Disk, folder: Path) -> int:
+    """Remove what checks left that could not see this folder; gives the bytes."""
+    freed = 0
+    for name in disk.names(folder):
+        if CHECK.fullmatch(name):
+            with contextlib.suppress(OSError):
+                state = disk.state(folder / name)
+                if time.time() - state.mtime_ns / 1e9 > CHECK_OLD_S:
+                    disk.remove(folder / name)
+                    freed += state.size
     return freed
 
 

@@ -19,6 +19,7 @@ for ``verify`` to see.
 
 from __future__ import annotations
 
+import logging
 import random
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -28,6 +29,7 @@ import trio
 from attrs import define, field, frozen
 
 from ..adapters.base import Adapter, CapacityReport, Delta, Failed, Health, HttpCall, HttpReply
+from ..adapters.llamacpp import PROBE_FILE
 from ..adapters.slot_calls import Identity, PromptWork, SlotCalls, SlotDone, SlotView
 from ..core.types import PoolMode, SlotRules
 from ..errors import BackendUnavailableError, KVStreamError
@@ -35,6 +37,8 @@ from .inject_settings import InjectSettings
 from .ports import Upstream
 from .slot_ports import SlotsFound
 from .slotplace import SlotPlace, find_place
+
+log = logging.getLogger("kvstream.slots")
 
 PROMPT_TOKENS: Final = 16
 SHORT_TOKENS: Final = 4
@@ -82,8 +86,10 @@ async def check_slots(adapter: Adapter, upstream: Upstream, settings: InjectSett
                           settled=False)
     within_s = max(settings.check_s_max, min(CHECK_S_MOST, settings.check_s_max * 4**tries))
     rng, place = rng or random.Random(), await find_place(adapter.base_url, settings)
-    # One name for all times where nobody can delete it, else one that no other KVStream uses at this moment.
-    name = f"{CHECK_NAME}{rng.randrange(16**8):08x}.kv" if place.folder else f"{CHECK_NAME}.kv"
+    # One name for all times where we may not be able to delete it, else one that no other KVStream uses at this
+    # moment. A folder that was named may be wrong; the file of the capacity probe shows that it is not.
+    sure = await place.is_there(PROBE_FILE if settings.dir else "")
+    name = f"{CHECK_NAME}{rng.randrange(16**8):08x}.kv" if sure else f"{CHECK_NAME}.kv"
     check = _Check(adapter, calls, upstream, settings, report, place, name, stop, rng)
     try:
         with trio.fail_after(within_s):
@@ -98,6 +104,7 @@ async def check_slots(adapter: Adapter, upstream: Upstream, settings: InjectSett
     finally:
         if check.file_bytes:
             await place.remove(name)
+        await place.remove(PROBE_FILE)
 
 
 @define
@@ -213,6 +220,7 @@ class _Check:
         hint = self.place.folder if await self.place.has(self.name, self.file_bytes) else ""
         if self.place.folder and not hint:
             self.notes.append(f"its files are not where they were expected: {self.place.folder}")
+            await self._warn()
         missing = []
         if self.emptied:
             context = self.report.limits.request_tokens_max
@@ -226,6 +234,13 @@ class _Check:
         return SlotsFound("hard-unpinned" if self.emptied else "hard", rules, EMPTIES if self.emptied else WORKS,
                           identity=identity, missing=tuple(missing), notes=tuple(self.notes), slots_dir_hint=hint,
                           ram_cache=self.ram_cache, cached=self.cached, computed=self.computed)
+
+    async def _warn(self) -> None:
+        if self.settings.dir:
+            what = (f"has no {self.name} of {self.file_bytes} bytes, which the server at {self.adapter.base_url} just "
+                    "said it saved" if await self.place.is_there() else "is not there")
+            log.warning("inject.dir = %r is not the server's --slot-save-path: it %s; its files cannot be checked or "
+                        "deleted from here, and inject.files_max names are used in turn", self.settings.dir, what)
 
     async def _clean(self, slots: Sequence[int]) -> None:
         wrote = self.cached + self.computed > 0 and not self.stop()

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from contextlib import suppress
+from pathlib import Path
 from typing import Final
 from urllib.parse import urlsplit
 
@@ -14,7 +15,7 @@ import trio
 from attrs import frozen
 
 from .inject_settings import InjectSettings
-from .machine import llama_flags
+from .machine import llama_flags, llama_folder
 
 LOOPBACK: Final = frozenset(("127.0.0.1", "localhost", "::1"))
 REMOVE_S_MAX: Final = 1.0
@@ -23,10 +24,18 @@ REMOVE_S_MAX: Final = 1.0
 @frozen
 class SlotPlace:
     """``folder``: where the server's files may lie as seen from here, empty where nobody knows. ``local``: the server
-    is on this machine, as far as its address tells."""
+    is on this machine, as far as its address tells, at ``port``."""
 
     folder: str
     local: bool
+    port: int = 0
+
+    async def is_there(self, name: str = "") -> bool:
+        """Whether the folder, or something of that name in it, is there. *Errors*: none."""
+        try:
+            return bool(self.folder) and await trio.Path(self.folder, name).exists()
+        except (OSError, ValueError):
+            return False
 
     async def has(self, name: str, size: int) -> bool:
         """Whether a file that the server just wrote is there. *Errors*: none."""
@@ -43,14 +52,19 @@ class SlotPlace:
                 await trio.Path(self.folder, name).unlink(missing_ok=True)
 
     async def model_facts(self, path: str) -> Mapping[str, str]:
-        """Size and time of the model's file, in words; nothing where it is not here. *Errors*: none."""
+        """Size and time of the model's file, in words, and where it is if the server does not tell that in full;
+        nothing where it is not here. *Errors*: none."""
         if not path or not self.local:
             return {}
+        full = Path(path)
         try:
-            stat = await trio.Path(path).stat()
+            if not full.is_absolute():
+                full = Path(await trio.to_thread.run_sync(llama_folder, self.port), path).absolute()
+            stat = await trio.Path(full).stat()
         except (OSError, ValueError):
             return {}
-        return {"model": f"{stat.st_size} bytes of {stat.st_mtime_ns}"}
+        where = {} if str(full) == path else {"path": str(full)}
+        return {"model": f"{stat.st_size} bytes of {stat.st_mtime_ns}", **where}
 
 
 async def find_place(base_url: str, settings: InjectSettings) -> SlotPlace:
@@ -58,6 +72,6 @@ async def find_place(base_url: str, settings: InjectSettings) -> SlotPlace:
     parts = urlsplit(base_url)
     local = parts.hostname in LOOPBACK
     if settings.dir or not local:
-        return SlotPlace(settings.dir, local)
+        return SlotPlace(settings.dir, local, parts.port or 80)
     flags = await trio.to_thread.run_sync(llama_flags, parts.port or 80)
-    return SlotPlace(flags.slot_save_path if flags is not None else "", local)
+    return SlotPlace(flags.slot_save_path if flags is not None else "", local, parts.port or 80)

@@ -9,13 +9,12 @@ from typing import Final
 from attrs import frozen
 
 from ..errors import StoreError
-from .kvfiles import DATA, MANIFEST, TEMPORARY, Disk
+from .kvfiles import CHECK, DATA, MANIFEST, TEMPORARY, Disk
 from .kvshelf import read_manifest
 from .manifest import ManifestError
 from .prune import Folder
 
 REMOTE: Final = re.compile(r"kvr[0-9a-f]{14}\.kv")
-CHECK: Final = re.compile(r"kvstreamcheck[0-9a-f]{0,8}\.kv|kvstream-probe\.bin")
 
 KINDS: Final = (
     (REMOTE, "written by its server for a KVStream that does not see this folder (inject.dir would let it)"),
