@@ -34,6 +34,20 @@ class Advice:
 
 
 @frozen
+class Tried:
+    """What a running KVStream found out about a llama.cpp by trying. ``slots``: how they may be used was settled, so
+    KVStream tells of it. ``unified``, ``ram_cache``: its KV layout, and whether it keeps prompts in RAM; None: unknown.
+    """
+
+    slots: bool = False
+    unified: bool | None = None
+    ram_cache: bool | None = None
+
+
+UNTRIED: Final = Tried()
+
+
+@frozen
 class Machine:
     """What is known of the machine that the runtime runs on; None and empty where nothing is."""
 
@@ -41,6 +55,7 @@ class Machine:
     flags: ServerFlags | None = None  # of the llama.cpp process
     ollama: Mapping[str, str] | None = None  # the OLLAMA_ variables of its process
     local: bool = True
+    tried: Tried = UNTRIED
 
 
 def advise(identity: Identity, replies: Replies, machine: Machine) -> list[Advice]:
@@ -71,11 +86,12 @@ def _llamacpp(identity: Identity, replies: Replies, machine: Machine) -> Iterato
         yield Advice("warning", "/props gives no answer, so its slots and context are not known.",
                      "set backend.seats and backend.context_tokens")
         return
-    yield from _slots(props, machine.flags)
+    yield from _slots(props, machine.flags, machine.tried)
     if identity.state == "sleeping":
         yield Advice("note", "It sleeps (--sleep-idle-seconds): its KV is gone, the next request loads it again.",
                      "start it without --sleep-idle-seconds if that takes long")
-    yield from _hard_inject(props, machine.flags)
+    if not machine.tried.slots:  # else KVStream says what it does, whatever its flags promise
+        yield from _hard_inject(props, machine.flags)
     yield from _endpoints(props)
     yield from _batch(machine.flags)
     yield from _cache_ram(machine)
@@ -85,7 +101,7 @@ def _llamacpp(identity: Identity, replies: Replies, machine: Machine) -> Iterato
         yield Advice("note", f"It takes {kinds} (--mmproj); such prompts are counted by estimate, not exactly.")
 
 
-def _slots(props: Mapping[str, Any], flags: ServerFlags | None) -> Iterator[Advice]:
+def _slots(props: Mapping[str, Any], flags: ServerFlags | None, tried: Tried) -> Iterator[Advice]:
     slots, settings = props.get("total_slots"), props.get("default_generation_settings")
     context = settings.get("n_ctx") if isinstance(settings, dict) else None
     if not isinstance(slots, int) or not isinstance(context, int):
@@ -94,12 +110,14 @@ def _slots(props: Mapping[str, Any], flags: ServerFlags | None) -> Iterator[Advi
         yield Advice("note", f"It has one slot of {context:,} tokens, so requests run one after the other.",
                      f"llama-server -np 4 -c {4 * context} (and the memory for it) runs four at once")
         return
-    if flags is not None and flags.unified:
-        why = "because -np was not given" if flags.unified_given is None else "because of --kv-unified"
+    unified = tried.unified if tried.unified is not None else flags.unified if flags is not None else None
+    if unified:
+        why = ("as KVStream found" if flags is None or not flags.unified else
+               "because -np was not given" if flags.unified_given is None else "because of --kv-unified")
         yield Advice("warning", f"Its {slots} slots share one KV pool of {context:,} tokens ({why}); when it "
                      "overflows, llama.cpp ends every running request. KVStream keeps requests within the pool.",
                      f"llama-server -np {slots} -c {slots * context} gives each slot its own {context:,} tokens")
-    elif flags is not None:
+    elif unified is not None:
         yield Advice("ok", f"{slots} slots with {context:,} tokens each (split KV).")
     else:
         yield Advice("note", f"{slots} slots; each may use up to {context:,} tokens. Whether they share that (a "
@@ -161,27 +179,32 @@ def _batch(flags: ServerFlags | None) -> Iterator[Advice]:
 def _cache_ram(machine: Machine) -> Iterator[Advice]:
     """The prompt cache in host memory (case 55). It cannot be read from ``/props``."""
     mib = machine.flags.cache_ram_mib if machine.flags is not None else CACHE_RAM_DEFAULT_MIB
-    if machine.flags is None:
+    if machine.flags is None and machine.tried.ram_cache is False:
+        mib = 0  # the default is used at once where it is on
+    if machine.flags is None and machine.tried.ram_cache:
+        what = f"Its prompt cache is on, and takes up to {mib:,} MiB unless told otherwise"
+    elif machine.flags is None:
         what = f"Its prompt cache (--cache-ram, not visible from here) takes up to {mib:,} MiB unless told otherwise"
     elif machine.flags.cache_ram_given is None:
         what = f"Its prompt cache takes up to {mib:,} MiB of memory (the default, --cache-ram is not given)"
     else:
         what = f"Its prompt cache takes up to {mib:,} MiB of memory (--cache-ram {mib})"
     if mib == 0:
-        yield Advice("ok", "The prompt cache in host memory is off (--cache-ram 0).")
+        flag = " (--cache-ram 0)" if machine.flags is not None else ", as KVStream found"
+        yield Advice("ok", f"The prompt cache in host memory is off{flag}.")
         return
     memory = machine.memory_bytes if machine.local else None
     if mib < 0:
         yield Advice("warning", "Its prompt cache has no limit (--cache-ram -1): it grows until memory is full.",
-                     "start llama-server with --cache-ram 2048, or 0 for none")
+                     "start llama-server with --cache-ram 0; without hard inject, --cache-ram 2048 bounds it")
     elif memory is None:
         yield Advice("note", f"{what}; how much memory its machine has is not known.",
-                     "start llama-server with a smaller --cache-ram MIB where that is much, or --cache-ram 0 for none")
+                     "start llama-server with --cache-ram 0; without hard inject, a smaller --cache-ram MIB does")
     elif mib * MIB > memory * CACHE_RAM_SHARE_MAX:
         share = mib * MIB / memory
         fits = max(256, int(memory * CACHE_RAM_SUGGESTED_SHARE / MIB) // 256 * 256)
         yield Advice("warning", f"{what}: {share:.0%} of the {memory / GIB:.1f} GiB of this machine, beside the model.",
-                     f"start llama-server with --cache-ram {fits}, or --cache-ram 0 for none")
+                     f"start llama-server with --cache-ram 0; without hard inject, --cache-ram {fits} does")
     else:
         yield Advice("ok", f"{what}, which this machine's {memory / GIB:.1f} GiB can bear.")
 

@@ -18,12 +18,12 @@ import trio
 from attrs import field, frozen
 
 from .. import __version__
-from ..adapters.advice import GIB, Advice, Machine, advise
+from ..adapters.advice import GIB, UNTRIED, Advice, Machine, Tried, advise
 from ..adapters.inventory import ModelRow, models_of
 from ..config import BackendConfig, BackendType, Config, Loaded
 from . import machine
 from .discovery import LIKELY_PORTS, LOOPBACK_NAMES, Found, Silent, discover, likely_urls
-from .selfview import advise_kvstream, backend_urls, snapshot_of
+from .selfview import advise_kvstream, backend_urls, lanes_of, snapshot_of, tried_by
 from .statusview import url_of
 
 FILES_BESIDE = 128  # as serve reckons
@@ -106,7 +106,8 @@ async def examine(question: Question) -> Report:
     roles = {one.url: _role(one, question, answering) for one in answering}
     told = [one for one in answering if roles[one.url] in ("backend", "serves", "given")]
     advised = {one.url for one in told or answering}
-    servers = [_server(one, roles[one.url], question, advise_it=one.url in advised) for one in answering]
+    servers = [_server(one, roles[one.url], question, _tried(one, answering), advise_it=one.url in advised)
+               for one in answering]
     findings = [*_config_findings(question), *_machine_findings(question), *_backend_findings(question, found),
                 *_port_findings(question, found)]
     return Report(__version__, _system(question.facts), _configuration(question), tuple(servers), tuple(findings),
@@ -153,14 +154,23 @@ def _role(one: Found, question: Question, found: list[Found]) -> str:
     return "serves" if any(_same_place(one.url, url) for url in served) else "found"
 
 
-def _server(one: Found, role: str, question: Question, *, advise_it: bool) -> ServerReport:
+def _tried(one: Found, found: list[Found]) -> Tried:
+    """What any KVStream found out about it."""
+    for other in found:
+        for lane in lanes_of(snapshot_of(other.replies.get("/status"))) if other.identity.kind == "kvstream" else ():
+            if any(_same_place(url, one.url) for url in backend_urls(lane)):
+                return tried_by(lane)
+    return UNTRIED
+
+
+def _server(one: Found, role: str, question: Question, tried: Tried, *, advise_it: bool) -> ServerReport:
     identity = one.identity
     findings: list[Advice] = []
     if identity.kind == "kvstream":
         findings = list(advise_kvstream(one.replies.get("/status"), identity.version, __version__,
                                         ready=identity.state == "up"))
     elif advise_it:
-        findings = advise(identity, one.replies, _machine_of(one, question.facts))
+        findings = advise(identity, one.replies, attrs.evolve(_machine_of(one, question.facts), tried=tried))
     return ServerReport(one.url, identity.kind, identity.title, identity.version, identity.state, role,
                         tuple(models_of(identity.kind, one.replies)), tuple(findings))
 

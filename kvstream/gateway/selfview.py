@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
-from ..adapters.advice import Advice
+from ..adapters.advice import Advice, Tried
 from ..adapters.base import HttpReply
 
 BREAKER_STATES = MappingProxyType({"breaker_open": "not asked for a while, it failed too often",
@@ -33,6 +33,15 @@ def backend_urls(snapshot: Mapping[str, Any]) -> list[str]:
     """Where its backends are."""
     urls = [_table(lane, "backend").get("url") for lane in lanes_of(snapshot)]
     return [url for url in urls if isinstance(url, str) and url.startswith(("http://", "https://"))]
+
+
+def tried_by(lane: Mapping[str, Any]) -> Tried:
+    """What one lane of a running KVStream knows of its runtime."""
+    inject, capacity = _table(lane, "inject"), _table(lane, "capacity")
+    ram_cache, layout = inject.get("ram_cache"), {"unified": True, "split": False}
+    works = inject.get("mode") in ("hard", "hard-unpinned")
+    return Tried(works or bool(_list(inject, "missing")), layout.get(str(capacity.get("mode"))),
+                 ram_cache if isinstance(ram_cache, bool) else None)
 
 
 def advise_kvstream(reply: HttpReply | None, version: str, own_version: str, *, ready: bool) -> Iterator[Advice]:

@@ -7,8 +7,9 @@ from typing import Any
 
 import attrs
 import pytest
+from attrs import evolve
 
-from kvstream.adapters.advice import GIB, Advice, Machine, advise
+from kvstream.adapters.advice import GIB, Advice, Machine, Tried, advise
 from kvstream.adapters.base import HttpReply
 from kvstream.adapters.identify import identify, next_call
 from kvstream.adapters.llamacpp_flags import ServerFlags, is_llama_server
@@ -65,6 +66,23 @@ def test_case_55_the_number_that_fits_is_named() -> None:
     assert "--cache-ram 2048" in about("prompt cache", advice("llamacpp", Machine(memory_bytes=16 * GIB))).remedy
     assert "--cache-ram 1024" in about("prompt cache", advice("llamacpp", Machine(memory_bytes=8 * GIB))).remedy
     assert about("prompt cache", advice("llamacpp router", Machine(memory_bytes=8 * GIB))).severity == "warning"
+
+
+def test_case_55_the_first_advice_is_none_at_all() -> None:
+    for machine in (Machine(memory_bytes=16 * GIB), Machine(), Machine(flags=ServerFlags(cache_ram_given=-1))):
+        assert about("prompt cache", advice("llamacpp", machine)).remedy.startswith(
+            "start llama-server with --cache-ram 0;")
+
+
+@pytest.mark.parametrize(("unified", "words"), [(False, "32,768 tokens each (split KV)"), (True, "share one KV pool")])
+def test_what_kvstream_found_is_not_contradicted(unified: bool, words: str) -> None:
+    found = advice("llamacpp", Machine(tried=Tried(slots=True, unified=unified, ram_cache=False)),
+                   default_generation_settings={"n_ctx": 32768})
+    text = " ".join(f"{one.text} {one.remedy}" for one in found)
+    assert words in text and "cache in host memory is off, as KVStream found" in text
+    assert "cannot be seen" not in text and "not visible" not in text and "--slot-save-path" not in text
+    seen = advice("llamacpp", evolve(flags("-np", "4"), tried=Tried(slots=True, unified=True, ram_cache=True)))
+    assert not [one for one in seen if "split KV" in one.text or "--slot-save-path" in one.text + one.remedy]
 
 
 # --- llama.cpp --------------------------------------------------------------------------------------------------------
