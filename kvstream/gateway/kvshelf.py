@@ -15,7 +15,7 @@ from hashlib import blake2b
 from pathlib import Path
 from typing import Final, Protocol, TypeVar
 
-from attrs import frozen
+from attrs import define, frozen
 
 from ..adapters.llamacpp_slotfile import read_head
 from ..adapters.slot_calls import SlotDone
@@ -80,6 +80,23 @@ class Stocked:
     manifest: Manifest
 
 
+@define
+class Kept:
+    """One that can be offered."""
+
+    manifest: Manifest
+    state: FileState | None  # of the file whose checksum was right; None: not read since the start
+    unwritten: bool = False  # last use and hits are only here
+
+
+@frozen
+class Pending:
+    """One that is being written."""
+
+    file: str
+    bytes: int
+
+
 @frozen
 class Stock:
     found: tuple[Stocked, ...]
@@ -128,6 +145,19 @@ class Shelf:
                 self.disk.remove(draft)
             raise
         return draft
+
+    def vanished(self, manifests: Iterable[Manifest]) -> list[str]:
+        """The names of those that somebody else deleted."""
+        return [manifest.name for manifest in manifests if self._is_away(manifest)]
+
+    def _is_away(self, manifest: Manifest) -> bool:
+        try:
+            self.disk.state(self.folder / manifest_name(manifest.name))
+        except FileNotFoundError:
+            return True
+        except OSError:
+            pass
+        return False
 
     def write_uses(self, manifests: Collection[Manifest]) -> None:
         """Write last use and hits. Never raises: they are a hint for whom to drop first."""
@@ -201,6 +231,9 @@ class LocalShelf(Shelf):
             return True
         except OSError:
             return None
+
+    def _is_away(self, manifest: Manifest) -> bool:
+        return super()._is_away(manifest) or self._is_gone_or_cut(manifest) is True
 
     def free_file(self, taken: Collection[str]) -> str | None:
         """Quick. *Errors*: ``OSError`` when nothing can be created there."""

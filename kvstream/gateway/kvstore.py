@@ -20,15 +20,14 @@ from pathlib import Path
 from typing import Final, Literal, Union
 
 import trio
-from attrs import define, frozen
 
 from ..adapters.slot_calls import Identity, SlotDone
 from ..core.types import SavedPrefix, SaveSpec
 from ..errors import StoreError
 from .inject_settings import InjectSettings
-from .kvfiles import NAME, Disk, FileState
+from .kvfiles import NAME, Disk
 from .kvremote import RemoteShelf
-from .kvshelf import Draft, LocalShelf, ReadIds, Stocked, T, check_promise, token_ids
+from .kvshelf import Draft, Kept, LocalShelf, Pending, ReadIds, Stocked, T, check_promise, token_ids
 from .manifest import Manifest, bounded_facts, why_gone
 from .saving import Gone, SavingSwitch, StoreMeter, StoreView
 
@@ -37,19 +36,6 @@ log = logging.getLogger("kvstream.store")
 THREADS: Final = 2
 ABANDONED_MAX: Final = 64
 USES_WRITTEN_EVERY_S: Final = 60.0
-
-
-@define
-class _Kept:
-    manifest: Manifest
-    state: FileState | None  # of the file whose checksum was right; None: not read since the start
-    unwritten: bool = False  # last use and hits are only here
-
-
-@frozen
-class _Pending:
-    file: str
-    bytes: int
 
 
 class KvStore:
@@ -73,9 +59,9 @@ class KvStore:
             RemoteShelf(state_dir, disk or Disk(), settings.files_max) if dir is None
             else LocalShelf(dir, disk or Disk(), read_ids))
         self._shelf.opened = opened
-        self._kept: dict[str, _Kept] = {}
+        self._kept: dict[str, Kept] = {}
         self._others: list[Stocked] = []
-        self._pending: dict[str, _Pending] = {}
+        self._pending: dict[str, Pending] = {}
         self._abandoned: deque[str] = deque(maxlen=ABANDONED_MAX)
         self._switch = SavingSwitch(meter)
         self._uses_written = 0.0
@@ -138,13 +124,25 @@ class KvStore:
                 if self._is_ours(stocked.manifest):
                     kept = before.get(name)
                     same = kept and kept.manifest.checksum == stocked.manifest.checksum
-                    self._kept[name] = _Kept(stocked.manifest, kept.state if kept and same else None)
+                    self._kept[name] = Kept(stocked.manifest, kept.state if kept and same else None)
                 else:
                     self._others.append(stocked)
             self._others.sort(key=lambda stocked: stocked.manifest.used)
             self._trim()
         self._tell()
         return [self._prefix(kept.manifest) for kept in self._kept.values()]
+
+    async def reread(self) -> list[SavedPrefix] | None:
+        """What can still be offered, if somebody else deleted files (``kvstream cache rm``); else None. *Errors*: none.
+        *Cancellation*: safe."""
+        async with self._changing:
+            kept = dict(self._kept)
+            names = await self._in_thread(lambda: self._shelf.vanished([each.manifest for each in kept.values()]))
+        lost = [name for name in names if self._kept.get(name) is kept[name]]
+        for name in lost:
+            self._shelf.remove(self._kept.pop(name).manifest)
+        self._tell()
+        return [self._prefix(each.manifest) for each in self._kept.values()] if lost else None
 
     def _is_ours(self, manifest: Manifest) -> bool:
         pages = self._page_tokens or manifest.page_bytes // 4
@@ -183,7 +181,7 @@ class KvStore:
         superseded = self._pending.pop(name, None)
         if superseded is not None:
             self._discard(superseded.file)
-        self._pending[name] = _Pending(file, bytes)
+        self._pending[name] = Pending(file, bytes)
         return file
 
     def _free_file(self) -> str:
@@ -240,7 +238,7 @@ class KvStore:
         except OSError as error:
             what = f"a saved file cannot be read in {where}"
             raise self._switch.failed(error, what, trio.current_time()) from error
-        self._pending[spec.name] = _Pending(file, written.state.size)
+        self._pending[spec.name] = Pending(file, written.state.size)
         self._make_room(0)
         now = self._wall()
         manifest = Manifest(
@@ -254,7 +252,7 @@ class KvStore:
             except OSError as error:
                 what = f"a file cannot be kept in {where}"
                 raise self._switch.failed(error, what, trio.current_time()) from error
-            self._kept[spec.name] = _Kept(manifest, written.state)
+            self._kept[spec.name] = Kept(manifest, written.state)
         self._saved += 1
         self._tell("replaced" if stale else None)
         return self._prefix(manifest)

@@ -30,6 +30,10 @@ class SlotStore(Protocol):
         """What can be offered."""
         ...
 
+    async def reread(self) -> list[SavedPrefix] | None:
+        """What can be offered still, if somebody else deleted files; None: nobody did."""
+        ...
+
     def temporary(self, name: str, bytes: int = 0) -> str:
         """The file name that the runtime is told to write for ``name``. *Errors*: ``StoreError``: nothing is saved."""
         ...

@@ -36,6 +36,7 @@ ASK_TIMEOUT_S = 3.0
 AGAIN_S = (10.0, 30.0, 90.0, 300.0)  # after a check that was not settled; the last from then on
 FORK_S = 60.0  # so long after a fork was saved, restoring it is what others waited for
 FORKS_KEPT = 32
+REREAD_S = 60.0
 BUSY = SlotsFound("soft", None, "it had requests of ours when it was to be asked", settled=False)
 
 OpenStore = Callable[[SlotsFound], SlotStore]
@@ -64,6 +65,7 @@ class SlotLane:
         self._process = ""
         self._forked: deque[tuple[str, float]] = deque(maxlen=FORKS_KEPT)  # files that others wait for, and since when
         self._heard_at = float("-inf")
+        self._reread_at = 0.0
 
     @property
     def rules(self) -> SlotRules | None:
@@ -115,8 +117,21 @@ class SlotLane:
 
     async def beat(self, ours: Callable[[], int] | None) -> None:
         """The watcher's heartbeat while the backend is up; see :meth:`SlotVerify.beat`. *Cancellation*: safe."""
+        await self._reread()
         if self.verify.found.settled:
             await self._heed(await self.verify.beat(ours))
+
+    async def _reread(self) -> None:
+        """Once in a while, and after a file that could not be used: are those that we offer still there?"""
+        now = trio.current_time()
+        if self.store is None or self.rules is None or now < self._reread_at:
+            return
+        self._reread_at = now + REREAD_S
+        store = self.store
+        entries = await store.reread()
+        if entries is not None and store is self.store:
+            log.info("somebody deleted files of saved KV; %d are left", len(entries))
+            self._post(StoreLoaded(tuple(entries)))
 
     def slots_seen(self, ours: int, working: int) -> None:
         """Somebody looked; see :meth:`SlotVerify.slots_seen`."""
@@ -218,6 +233,8 @@ class SlotLane:
 
     def restored(self, event: Restored) -> None:
         """A restore ended."""
+        if not event.ok:
+            self._reread_at = 0.0
         self._meter.restored(ok=event.ok, bytes=event.bytes, seconds=event.seconds)
 
     def admitted(self, stream: Stream) -> None:

@@ -40,3 +40,28 @@ async def test_the_slots_of_a_server_that_never_came_are_unknown(autojump_clock:
         await trio.sleep(1)
         told = json.loads((await lane.get("/status")).body)["lanes"][0]["inject"]
         assert (told["mode"], told["why"]) == ("soft", "unknown: the server is away")
+
+
+async def test_files_that_somebody_deleted_are_not_counted_for_long(
+    tmp_path: Path, autojump_clock: trio.abc.Clock
+) -> None:
+    """As ``kvstream cache rm`` does."""
+    async with open_hard(tmp_path, hard(tmp_path), prefill_rate=20.0) as lane:
+        for word in ("alpha ", "beta ", "alpha ", "beta "):
+            await chat(lane, word * 300, max_tokens=4)
+        await trio.sleep(100)
+
+        def files() -> tuple[int, float]:
+            store = lane.engine.scheduler.snapshot(trio.current_time()).store
+            assert store is not None
+            return store.files, metric(lane.metrics, "kvstream_inject_store_files", backend=lane.engine.name)
+
+        before = files()
+        assert before[0] > 0 and before[0] == before[1]
+        await trio.sleep(200)
+        assert files() == before
+        for path in (tmp_path / "slots").iterdir():
+            path.unlink()
+        await trio.sleep(130)
+        assert files() == (0, 0)
+        lane.engine.scheduler.check_invariants()
