@@ -57,9 +57,9 @@ def _totals(totals: Mapping[str, Any]) -> list[RenderableType]:
         parts.append(labelled("prompts", came + kept))
     saves, restores = _kinds(totals.get("saves")), _table(totals, "restores")
     moved = [f"saves: {saves}"] if saves else []
-    moved += [f"{_count(totals, 'saves_failed')} saves failed"] if totals.get("saves_failed") else []
+    moved += [f"{_count(totals, 'saves_failed')} failed"] if totals.get("saves_failed") else []
     moved += [f"{_count(restores, 'ok')} restored"] if restores.get("ok") else []
-    moved += [f"{_count(restores, 'failed')} restores failed"] if restores.get("failed") else []
+    moved += [f"{_count(restores, 'failed')} not restored"] if restores.get("failed") else []
     gave_way = _kinds(totals.get("preemptions"))
     if gave_way:
         moved.append(f"gave way: {gave_way}, of which {_count(totals, 'resumed')} went on, "

@@ -199,3 +199,9 @@ def test_flags_as_llama_cpp_reads_them() -> None:
     (("/py", "-P", "-m", "kvstream.gateway.embedded_child", "--serve"), True)])
 def test_which_process_is_a_llama_server(argv: tuple[str, ...], expected: bool) -> None:
     assert is_llama_server(argv) is expected
+
+
+def test_messages_name_keys_of_kvstream_itself() -> None:
+    from kvstream.adapters import llamacpp
+
+    assert "backend.kv" in llamacpp._HOW_TO_KNOW and "kv_unified" not in llamacpp._HOW_TO_KNOW

@@ -145,6 +145,19 @@ async def test_a_running_kvstream_and_what_is_behind_it() -> None:
         assert "prefix diverges" in texts(report, "warning") and "anthropic_cch" in texts(report, "warning")
 
 
+async def test_what_the_kvstream_that_was_found_knows_is_not_called_invisible(tmp_path: Path) -> None:
+    knobs = {"slots_dir": str(tmp_path), "cell_bytes": 256, "unified": False}
+    inject = {"mode": "auto", "dir": str(tmp_path)}
+    async with open_rig(knobs=knobs, inject=inject) as rig:
+        await rig.until(lambda: rig.engine.inject.active)
+        alone = texts(await examine(ask(url=rig.fake.base_url)))
+        assert "Whether it has --slot-save-path cannot be seen" in alone and "cannot be seen from here. " in alone
+        report = await examine(ask(facts(rig.port), server__port=rig.port))
+        assert "Hard inject (hard)" in texts(report) and "tokens each (split KV)" in texts(report)
+        for words in ("cannot be seen", "not visible from here", "is off)"):
+            assert words not in texts(report), words
+
+
 async def test_a_kvstream_without_a_backend_is_a_problem() -> None:
     async with open_rig(wait=False, knobs={"refuse": True}) as rig:
         await rig.until(lambda: rig.engine.watcher.backend.state == "down")

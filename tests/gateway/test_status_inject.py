@@ -101,7 +101,7 @@ def test_what_saved_kv_achieves() -> None:
     assert (told["tokens_promised"], told["tokens_kept"], told["preemptions"]["swap"]) == (1100, 1090, 1)
     text = shown({**block(), "totals": told})
     assert "prompts   2 reused, 1 forked; 1,090 of 1,100 promised tokens kept\n" in text
-    assert ("moved     saves: 1 fork; 1 saves failed; 1 restored; gave way: 1 swap, of which 0 went on, "
+    assert ("moved     saves: 1 fork; 1 failed; 1 restored; gave way: 1 swap, of which 0 went on, "
             "1 swapped out now\n") in text
 
 
