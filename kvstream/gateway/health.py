@@ -35,6 +35,8 @@ PROBE_TIMEOUT_S = 3.0
 CAPACITY_TIMEOUT_S = 5.0
 IDLE_FACTOR = 5
 RECOUNT_S_MAX = 10.0
+LEFTOVERS_S_MAX = 3.0  # what a dead client left in the runtime ends at its next batch
+HOLD_AFTER_S, HOLD_GAP_S = 10.0, 60.0  # doors are closed under load to find out what could not be: when, how often
 
 
 @frozen
@@ -53,6 +55,7 @@ class WatchedSlots(Protocol):
     async def check(self, report: CapacityReport, *, sleeping: bool) -> Sequence[Event]: ...
     async def beat(self) -> None: ...
     def slept(self) -> None: ...
+    async def calm_down(self, report: CapacityReport) -> bool: ...
     @property
     def unsettled(self) -> bool: ...
 
@@ -88,6 +91,7 @@ class BackendWatcher:
         self._nudge = trio.Event()
         self._changed = trio.Event()
         self._changed_process = False
+        self._hold_at = float("inf")
         self.backend = BackendState()
         self.expect_restart: Callable[[], bool] = lambda: False
 
@@ -98,13 +102,13 @@ class BackendWatcher:
         self.backend = evolve(self.backend, since=trio.current_time())
         nudged = True
         while True:
-            if nudged or self._changed_process or not self._tokens_flow:
+            if nudged or self._changed_process or not self._tokens_flow or self._may_hold:
                 await self._enter(*await self._probe())
             if self.backend.state == Health.UP:
                 await self._engine.sight.beat()
             pause = LOADING_POLL_S
             if self.backend.state in (Health.UP, Health.SLEEPING):
-                pause = self._interval_s * (1 if self._engine.busy else IDLE_FACTOR)
+                pause = self._interval_s * (1 if self._engine.busy or self._is_unsettled else IDLE_FACTOR)
             elif self.backend.state in (Health.DOWN, "failed"):
                 pause = min(1.0, self._interval_s)
             self._nudge = trio.Event()
@@ -158,7 +162,7 @@ class BackendWatcher:
                 self._set(state, detail)
                 if state == Health.SLEEPING:
                     self._engine.sight.slept()
-            elif not self._engine.busy and self._is_unsettled:
+            elif self._is_unsettled and (not self._engine.busy or await self._has_calmed_down()):
                 await self._learn(state)
             elif self._changed_process or await self._was_restarted():
                 self._log.info("the backend was restarted between two looks, or loaded another model")
@@ -174,6 +178,25 @@ class BackendWatcher:
         capacity = self.backend.capacity
         return capacity is not None and (not capacity.settled or self._engine.sight.unsettled)
 
+    @property
+    def _may_hold(self) -> bool:
+        return trio.current_time() >= self._hold_at and self._is_unsettled
+
+    async def _has_calmed_down(self) -> bool:
+        """Under load a moment without requests may never come by itself: now and then one is made. Nobody is let in
+        until what runs has ended, or there is room beside it; after a bounded time all goes on as before."""
+        capacity = self.backend.capacity
+        if capacity is None or self._adapter.slots is None or not self._may_hold:
+            return False
+        self._hold_at = trio.current_time() + HOLD_GAP_S
+        self._log.info("requests wait for a moment, so that the runtime can be asked what it could not tell before")
+        self._engine.post(BackendDown())
+        await trio.lowlevel.checkpoint()
+        if await self._engine.sight.calm_down(capacity):
+            return True
+        self._engine.post(BackendUp(capacity.limits))
+        return False
+
     async def _was_restarted(self) -> bool:
         """A small model restarts faster than we look: the health route alone would not tell."""
         call, known = self._adapter.process(), self.backend.capacity
@@ -188,13 +211,19 @@ class BackendWatcher:
     async def _learn(self, state: str) -> None:
         """The backend came up: ask what it holds, and open the doors."""
         self._changed_process = False
-        before = self.backend.capacity
+        now, before = trio.current_time(), self.backend.capacity
+        self._hold_at = now + HOLD_AFTER_S if before is None else max(now + HOLD_AFTER_S, self._hold_at)
         if before is not None and self._adapter.slots is not None:  # nobody is let in while slots may be touched
             self._engine.post(BackendDown())
             await trio.lowlevel.checkpoint()
         away = before is not None and self.backend.state not in (Health.UP, Health.SLEEPING)
         try:
             report = await self._capacity()
+            if self._adapter.slots is not None and (before is None or report.process != before.process):
+                with trio.move_on_after(LEFTOVERS_S_MAX):
+                    while not report.settled:
+                        await trio.sleep(LOADING_POLL_S)
+                        report = await self._capacity()
         except KVStreamError as error:
             self._set(Health.DOWN, error.message)
             return

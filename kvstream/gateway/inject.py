@@ -151,6 +151,11 @@ class Inject:
         """See :meth:`SlotLane.look`."""
         return await self.lane.look() if self.active and self.lane is not None else None
 
+    async def sees_idle(self) -> bool:
+        """Whether a slot is idle, as far as can be seen. *Errors*: none."""
+        look = None if self.lane is None else await self.lane.look()
+        return look is not None and len(look.busy) < len(look.tokens)
+
     def slots_seen(self, ours: int, working: int) -> None:
         """So many slots work, and so many seats are taken."""
         if self.lane is not None:

@@ -33,7 +33,7 @@ log = logging.getLogger("kvstream.slots")
 
 SILENCE_S = 1.0  # the runtime was heard so lately that it is the one we know
 ASK_TIMEOUT_S = 3.0
-AGAIN_S = (10.0, 30.0, 90.0, 300.0)  # after a check that was not settled; the last from then on
+AGAIN_S = (3.0, 10.0, 30.0, 90.0, 300.0)  # after a check that was not settled; the last from then on
 FORK_S = 60.0  # so long after a fork was saved, restoring it is what others waited for
 FORKS_KEPT = 32
 REREAD_S = 60.0

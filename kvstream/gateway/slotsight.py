@@ -9,7 +9,7 @@ import trio
 from ..adapters.base import CapacityReport
 from ..core.messages import Event
 from ..core.scheduler import Scheduler
-from ..core.types import RequestId
+from ..core.types import PoolMode, RequestId
 from .draining import DrainingSeats
 from .drift import Drifts
 from .inject import Inject
@@ -18,6 +18,7 @@ from .stream import Stream
 
 QUIET_S_MAX = 5.0
 QUIET_POLL_S = 0.05
+CALM_S_MAX = 30.0  # while all slots are at work closed doors cost nobody anything
 
 
 class SlotSight:
@@ -95,7 +96,27 @@ class SlotSight:
             with trio.move_on_after(QUIET_S_MAX):
                 while not self._is_free_of_ours:
                     await trio.sleep(QUIET_POLL_S)
-        return await self._inject.learn(report, sleeping=sleeping, quiet=self._is_free_of_ours)
+        beside = report.limits.mode is PoolMode.SPLIT and self._is_placed  # they are in slots, and take nothing of ours
+        return await self._inject.learn(report, sleeping=sleeping, quiet=self._is_free_of_ours or beside)
+
+    async def calm_down(self, report: CapacityReport) -> bool:
+        """Nobody is let in: wait until nothing of ours is there, or what is there leaves a slot idle, where slots share
+        no pool. False: not in time. *Errors*: none. *Cancellation*: safe."""
+        shared = report.settled and report.limits.mode is PoolMode.UNIFIED
+        with trio.move_on_after(QUIET_S_MAX if shared else CALM_S_MAX):
+            while not self._is_free_of_ours:
+                if not shared and self._is_placed and await self._inject.sees_idle() and self._is_placed:
+                    return True
+                await trio.sleep(QUIET_POLL_S * 4)
+            return True
+        return False
+
+    @property
+    def _is_placed(self) -> bool:
+        """Whether the runtime has given each of our requests its slot."""
+        return not self._draining and not self._inject.jobs and all(
+            stream.scope is None or stream.answered or (stream.loading_since is not None and not stream.sent)
+            for stream in self._live.values())
 
     @property
     def _is_free_of_ours(self) -> bool:

@@ -47,9 +47,9 @@ async def test_a_layout_that_could_not_be_seen_is_asked_for_again(autojump_clock
 
         await trio.sleep(1)
         assert limits() == (PoolMode.UNIFIED, 128)
-        await trio.sleep(58)
+        await trio.sleep(55)  # opening took three seconds: it was waited for
         assert limits() == (PoolMode.UNIFIED, 128)
-        await trio.sleep(15)
+        await trio.sleep(18)
         assert limits() == (PoolMode.SPLIT, 512)
         assert lane.engine.scheduler.snapshot(trio.current_time()).limits.pages == 512  # type: ignore[union-attr]
         lane.check()
