@@ -33,7 +33,7 @@ def inject_parts(inject: Mapping[str, Any]) -> list[RenderableType]:
     parts: list[RenderableType] = [Labelled("inject", line)]
     slots = [slot for slot in _list(inject, "slots") if isinstance(slot, dict)]
     if slots:
-        parts.append(labelled("slots", ", ".join(map(_slot, slots[:SLOTS_MAX])) + (
+        parts.append(labelled("slots", "; ".join(map(_slot, slots[:SLOTS_MAX])) + (
             f" and {len(slots) - SLOTS_MAX} more" if len(slots) > SLOTS_MAX else "")))
     store = inject.get("store")
     if isinstance(store, dict):
