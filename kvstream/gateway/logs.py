@@ -82,7 +82,7 @@ def log_request(stream: Stream, error: KVStreamError | None, backend: str) -> No
         "prompt_tokens": usage.prompt if usage else stream.tokens_prompt, "counted": stream.count_source.value,
         "cached_expected": lease.tokens_cached if lease else None, "cached": usage.cached if usage else None,
         "answer_tokens": usage.completion if usage else stream.tokens, "finish": stream.finish_reason,
-        "from": stream.how, "preempted": stream.preempted or None,
+        "prompt_from": stream.how, "preempted": stream.preempted or None,
         "stood_ms": round(stood_s * 1000) if stream.preempted else None,
     }})
 

@@ -2,30 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import asynccontextmanager, contextmanager
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import trio
 
 from tests.gateway.conftest import CHAT, Call, Lane, chat, data_of, open_lane, text_of
+from tests.gateway.hardlane import no_threads
 
 NATIVE = "/completion"
 LOW, HIGH = (("x-kvstream-priority", "low"),), (("x-kvstream-priority", "high"),)
 TOKENS = 12
-
-
-@contextmanager
-def no_threads() -> Iterator[None]:
-    """Work on files is done at once: a virtual clock does not wait for threads, it jumps."""
-    async def at_once(work: Callable[..., Any], *args: Any, **_: Any) -> Any:
-        await trio.lowlevel.checkpoint()
-        return work(*args)
-
-    with mock.patch("trio.to_thread.run_sync", at_once), mock.patch("trio._path.run_sync", at_once):
-        yield
 
 
 @asynccontextmanager

@@ -13,7 +13,7 @@ import trio
 
 from kvstream.gateway.kvfiles import DATA, MANIFEST
 from tests.gateway.conftest import CHAT, Call, Lane, chat, metric, open_lane, text_of
-from tests.gateway.parklane import no_threads
+from tests.gateway.hardlane import no_threads
 
 LONG = "the same long beginning of everything that anybody asks here " * 60
 KNOBS: dict[str, Any] = {"slots": 4, "n_ctx": 16384, "prefill_rate": 400.0, "cell_bytes": 256, "save_s": 0.02}

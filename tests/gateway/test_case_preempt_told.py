@@ -38,6 +38,6 @@ async def test_case_40_a_request_that_gives_way_is_told_by_name(
         said = [record.getMessage() for record in caplog.records if record.name == "kvstream.preempt"]
         assert said[0].startswith(f"{row['id']} gives way to {evictor['id']} after ") and said[0].endswith("(swap)")
         assert said[1].startswith(f"{row['id']} goes on after 0.") and len(said) == 2
-        assert (victim["from"], victim["preempted"]) == ("cold", 1)
+        assert (victim["prompt_from"], victim["preempted"]) == ("cold", 1)
         assert 0 < victim["stood_ms"] <= victim["total_ms"] and victim["queue_ms"] < victim["stood_ms"]
-        assert (evictor["from"], evictor["preempted"], evictor["stood_ms"]) == ("cold", None, None)
+        assert (evictor["prompt_from"], evictor["preempted"], evictor["stood_ms"]) == ("cold", None, None)

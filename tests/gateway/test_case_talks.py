@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import random
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +15,20 @@ import trio
 from kvstream.adapters.base import HttpCall
 from tests.fakes import FakeUpstream, open_runtime
 from tests.fakes.tokens import WORDS
-from tests.gateway.conftest import CHAT, chat, open_lane
+from tests.gateway.conftest import CHAT, Lane, chat, open_lane
+from tests.gateway.hardlane import no_threads
 
 TALKS, SLOTS, TURNS = 12, 4, 72
+
+
+@asynccontextmanager
+async def open_quiet(knobs: dict[str, Any], folder: Path) -> AsyncIterator[Lane]:
+    """A lane with hard inject whose work on files takes no time: the virtual clock would run on meanwhile."""
+    with no_threads():
+        async with open_lane(knobs=knobs, inject={"mode": "auto", "dir": str(folder)}) as lane:
+            yield lane
+
+
 RUNTIME: dict[str, Any] = {"slots": SLOTS, "n_ctx": SLOTS * 4096, "prefill_rate": 500.0, "decode_rate": 50.0,
                            "cell_bytes": 64}
 
@@ -70,7 +83,7 @@ async def round_robin() -> float:
 async def test_case_61_twelve_conversations_on_four_slots(autojump_clock: Any, tmp_path: Path) -> None:
     plain = await round_robin()
     knobs = {**RUNTIME, "slots_dir": str(tmp_path)}
-    async with open_lane(knobs=knobs, inject={"mode": "auto", "dir": str(tmp_path)}) as lane:
+    async with open_quiet(knobs, tmp_path) as lane:
         await trio.sleep(2)
 
         async def ask(body: dict[str, Any]) -> Any:
@@ -96,7 +109,7 @@ async def test_case_61_a_busy_favourite_is_given_up_if_waiting_costs_more(
     def ask(text: str, tokens: int) -> dict[str, Any]:
         return chat(text, max_tokens=tokens, messages=[prefix, {"role": "user", "content": text}])
 
-    async with open_lane(knobs=knobs, inject={"mode": "auto", "dir": str(tmp_path)}) as lane:
+    async with open_quiet(knobs, tmp_path) as lane:
         await trio.sleep(2)
         for i in range(3):  # also to let the rates be learned
             await lane.post(ask(f"first {i}", 64))
