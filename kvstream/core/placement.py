@@ -102,7 +102,9 @@ def loss(slot: Slot, stays: int, page_tokens: int, costs: Costs, covered: int, s
         lost = 0  # but for an answer, which nobody but its own conversation wants
     again = costs.read_s(lost)
     save = costs.save_s(slot.tokens)
-    if slot.exact and not slot.doubtful and 0 < save_min <= lost and save < SAVE_SHARE * again:
+    # Much is overwritten, and some of it has come since the last file: little each time, but computed again each time.
+    worth = 0 < save_min <= slot.tokens - stays * page_tokens and lost >= page_tokens
+    if slot.exact and not slot.doubtful and worth and save < SAVE_SHARE * again:
         return save, True
     return RETURN_SHARE * again, False
 
