@@ -309,35 +309,32 @@ class SavedStore:
 
     def _make_room(self, size: int, pages: int, keys: tuple[PageKey, ...], tokens: int) -> tuple[str, ...] | None:
         """Give up files until so much is free; None, and nothing changed, if that cannot be."""
-        bytes_over = self._bytes + size - self.bytes_max
-        pages_over = self.host.held + pages - self.host.total
         idle = self._idle()
         # First what this one will replace anyway.
         idle.sort(key=lambda e: not (_is_replaced(e, tokens) and e.keys == keys[: len(e.keys)]))
-        gone: list[str] = []
-        for entry in idle:
-            if bytes_over <= 0 and pages_over <= 0:
-                break
-            place = self._places[entry.name]
-            bytes_over -= place.bytes
-            pages_over -= len(place.pages)
-            gone.append(entry.name)
-        return self._give_up(gone) if bytes_over <= 0 and pages_over <= 0 else None
+        gone, is_enough = self._first_of(idle, size, pages)
+        return self._give_up(gone) if is_enough else None
 
     def _fit(self, keep: str = "") -> tuple[str, ...]:
         """Give up files until both bounds hold again; the one to keep last of all."""
-        gone: list[str] = []
-        bytes_over, pages_over = self._bytes - self.bytes_max, self.host.held - self.host.total
-        if bytes_over <= 0 and pages_over <= 0:
+        if self._bytes <= self.bytes_max and self.host.held <= self.host.total:
             return ()
-        for entry in sorted(self._idle(), key=lambda entry: entry.name == keep):
+        gone, _ = self._first_of(sorted(self._idle(), key=lambda entry: entry.name == keep), 0, 0)
+        return self._give_up(gone)
+
+    def _first_of(self, entries: list[SavedPrefix], size: int, pages: int) -> tuple[list[str], bool]:
+        """The first files that must go for both bounds to hold beside ``size`` bytes and ``pages`` more, and whether
+        they do hold then."""
+        bytes_over, pages_over = self._bytes + size - self.bytes_max, self.host.held + pages - self.host.total
+        gone: list[str] = []
+        for entry in entries:
             if bytes_over <= 0 and pages_over <= 0:
                 break
             place = self._places[entry.name]
             bytes_over -= place.bytes
             pages_over -= len(place.pages)
             gone.append(entry.name)
-        return self._give_up(gone)
+        return gone, bytes_over <= 0 and pages_over <= 0
 
     def _replace(self, entry: SavedPrefix) -> tuple[str, ...]:
         """Give up the shorter files of which this one is a continuation."""
