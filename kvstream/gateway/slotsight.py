@@ -111,10 +111,22 @@ class SlotSight:
             return True
         return False
 
+    async def let_start(self) -> None:
+        """Nobody is let in: wait until nobody is on his way any more, for a slot that looks idle may be his. Bounded.
+        *Errors*: none. *Cancellation*: safe."""
+        with trio.move_on_after(QUIET_S_MAX):
+            while not self._has_started:
+                await trio.sleep(QUIET_POLL_S)
+
     @property
     def _is_placed(self) -> bool:
-        """Whether the runtime has given each of our requests its slot."""
-        return not self._draining and not self._inject.jobs and all(
+        """Whether the runtime has given each of our requests its slot, and none has left one that is still at work."""
+        return not self._draining and self._has_started
+
+    @property
+    def _has_started(self) -> bool:
+        """Whether whoever was let in has his slot, or goes to none."""
+        return not self._inject.jobs and all(
             stream.scope is None or stream.answered or (stream.loading_since is not None and not stream.sent)
             for stream in self._live.values())
 

@@ -80,12 +80,14 @@ async def open_lane(engine_settings: EngineSettings | None = None, *,
     kind = OpenAIBackend if knobs.get("dialect") == "openai" else LlamaCppBackend
     metrics = Metrics()
     engine = Engine(kind(base_url=base_url), upstream, engine_settings or settings(), metrics)
-    async with trio.open_nursery() as nursery:
-        await nursery.start(runtime.run)
-        await nursery.start(engine.run)
-        await engine.watcher.wait_known()
-        yield Lane(runtime, upstream, engine, metrics)
-        nursery.cancel_scope.cancel()
+    async with trio.open_nursery() as outer:
+        await outer.start(runtime.run)
+        async with trio.open_nursery() as nursery:
+            await nursery.start(engine.run)
+            await engine.watcher.wait_known()
+            yield Lane(runtime, upstream, engine, metrics)
+            nursery.cancel_scope.cancel()  # what the engine still cleans up, the runtime still answers
+        outer.cancel_scope.cancel()
 
 
 async def read(stream: Stream) -> list[UpstreamEvent]:

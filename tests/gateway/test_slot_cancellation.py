@@ -183,3 +183,26 @@ async def test_the_gateway_stops_in_the_middle_of_a_restore(tmp_path: Path, auto
             await hanging.reached.wait()
             nursery.cancel_scope.cancel()
     # the block above ends at once: nothing is shielded
+
+
+async def test_a_slot_is_not_probed_while_somebody_is_on_his_way_there(
+        tmp_path: Path, autojump_clock: trio.abc.Clock) -> None:
+    """Another process is noticed after a request was given its slot and before it came there. Its slot looks
+    idle until then, and what tells the layout of the pool would meet it there."""
+    async with open_hanging(tmp_path, slots=2) as (lane, hanging):
+        await fill(lane, "amber")
+        hanging.place, hanging.hang_s = "read", 0.5
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(fill, lane, "cedar")
+            await hanging.reached.wait()
+            hanging.place = ""
+            known = len(lane.runtime.journal.entries)
+            lane.runtime.restart(load_s=0.0)
+            lane.engine.watcher.other_process()
+        await trio.sleep(5)
+        sent = [entry.request.target for entry in lane.runtime.journal.entries[known:]]
+        touched = [at for at, target in enumerate(sent) if target.startswith("/slots/")]
+        assert touched and sent.index("/completion") < touched[0], sent
+        check_wire(lane.runtime)
+        await lane.until_empty(within_s=CALL_S_MAX + 5)
+        lane.check()
