@@ -19,6 +19,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import islice
+from math import inf
 from typing import Final
 
 from . import messages as m
@@ -300,7 +301,7 @@ class Inject:
             self.costs.decode.note(run.produced, now - run.first_at)
         self._left_over += run.tokens + run.produced
         self._doubt_idle(ledger, run.tokens + run.produced)
-        slot = self.slots.leave(run.rid, now, idle=idle) if self.slots is not None else None
+        slot = self.slots.leave(run.rid, now, idle=idle, left=_left_by(run)) if self.slots is not None else None
         if slot is not None:
             self._leave_content(run, slot, ledger, now)
         if slot is None or slot.keys is not run.keys:
@@ -389,3 +390,11 @@ def _full(run: Running, page_tokens: int) -> tuple[PageKey, ...]:
     """The keys of the full pages of a prompt, the same object where those are all."""
     full = run.tokens // page_tokens
     return run.keys if len(run.keys) <= full else run.keys[:full]
+
+
+def _left_by(run: Running) -> tuple[int, float]:
+    """How few and how many tokens its slot holds now."""
+    if not run.exact:
+        return 0, inf
+    whole = run.computed and run.seats == 1
+    return run.tokens if whole else 0, run.tokens + run.produced

@@ -84,6 +84,7 @@ class SlotMap:
         self._started: set[RequestId] = set()  # those of them that a slot is known to have
         self._placed: dict[RequestId, int] = {}  # floats whose slots are known to be among the busy ones
         self._lost = 0  # floats that ended, and nobody saw it: their slots may be at work
+        self._left: list[tuple[int, float]] = []  # how few and how many tokens those that ended adrift left somewhere
 
     # --- questions --------------------------------------------------------------------------------------------------
 
@@ -143,8 +144,9 @@ class SlotMap:
         self._starting.remove(rid)
         return True
 
-    def leave(self, rid: RequestId, now: float, *, idle: bool) -> Slot | None:
-        """``rid`` is over; ``idle`` if the runtime was seen to be done with it. The slot that was its own."""
+    def leave(self, rid: RequestId, now: float, *, idle: bool, left: tuple[int, float] = (0, inf)) -> Slot | None:
+        """``rid`` is over; ``idle`` if the runtime was seen to be done with it. ``left``: how few and how many tokens
+        its slot holds now, if it was a float. The slot that was its own."""
         self._starting.discard(rid)
         self._started.discard(rid)
         slot = self._owned.pop(rid, None)
@@ -153,6 +155,7 @@ class SlotMap:
             return slot
         if self._floats.pop(rid, None) is not None:
             self._lost += not idle
+            self._left.append(left)
             self.doubt()
         self._placed.pop(rid, None)
         return None
@@ -188,9 +191,15 @@ class SlotMap:
             slot.idle = slot.index not in busy
             if slot.is_free and seen is not None and not slot.keys:
                 slot.tokens = seen  # nobody knows of what, but in a unified pool they take cells
-            elif not slot.idle or seen is None or abs(seen - slot.tokens) > NEAR_TOKENS:
+            elif not slot.idle or seen is None or abs(seen - slot.tokens) > NEAR_TOKENS or self._may_be_left(seen):
                 slot.empty()
             slot.doubtful = False
+        if not self.is_adrift:
+            self._left.clear()
+
+    def _may_be_left(self, seen: int) -> bool:
+        """Whether a slot of so many tokens may be one that a float ran in: its number of tokens is all that tells."""
+        return any(least - NEAR_TOKENS <= seen <= most + NEAR_TOKENS for least, most in self._left)
 
     def doubt(self) -> None:
         """What nobody runs in may hold something else now."""
@@ -206,6 +215,7 @@ class SlotMap:
         """It is another process: its slots are empty, and idle but for those whose owner has not heard of it."""
         self.forget()
         self._lost = 0
+        self._left.clear()
         for slot in self.slots:
             slot.idle = slot.owner is None
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
+
 from kvstream.core import messages as m
 from kvstream.core.types import EndReason, Limits, PoolMode, RequestId, SlotPlan, SlotRules
 from tests.play import Play, ended, idle, keys_of, limits, produced, submit
@@ -232,6 +234,20 @@ def test_after_a_float_a_slot_keeps_its_content_only_if_somebody_looked() -> Non
     play.step(m.SlotsLook((64, 160), frozenset()))
     play.step(ask(5, 320, prompt="b"), ask(6, 320, prompt="a"),
               expect=["admit 5 slot=1 promised=160", "admit 6 slot=0 cached=0"])
+
+
+@pytest.mark.parametrize("exact, tokens, made, seen_tokens, kept", [
+    (True, 160, 1, 160, False), (True, 120, 60, 160, False), (True, 120, 10, 160, True), (True, 200, 1, 160, True),
+    (False, 64, 1, 160, False), (True, 200, 0, 160, False)])  # the last one was broken off while its prompt was read
+def test_a_slot_that_holds_as_much_as_a_float_may_have_left_may_be_its(
+        exact: bool, tokens: int, made: int, seen_tokens: int, kept: bool) -> None:
+    play = slotted(2)
+    served(play, 1, 160, "a")
+    play.step(ask(2, tokens, 100, prompt="b", pinnable=False, exact=exact), expect=None)
+    play.step(*started(2), *([produced(2, made)] if made else []))
+    play.step(ended(2, EndReason.FINISHED if made else EndReason.CANCELLED))
+    play.step(m.SlotsLook((seen_tokens, 160), frozenset()))
+    play.step(ask(3, 320, prompt="a"), expect=["admit 3 slot=0 promised=160" if kept else "admit 3 slot=1 cached=0"])
 
 
 def test_what_is_doubtful_stays_so_until_it_is_computed() -> None:
