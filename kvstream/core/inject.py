@@ -285,15 +285,26 @@ class Inject:
         self.covers.clear()
         return spec
 
+    def unplan(self, rid: RequestId, name: str) -> SaveSpec | None:
+        """A save of a request's plan ended, or will not be made. None: it was none, or that is known."""
+        specs = self.planned.get(rid, {})
+        spec = specs.pop(name, None)
+        if not specs:
+            self.planned.pop(rid, None)
+        return spec
+
     # --- ends -------------------------------------------------------------------------------------------------------
 
     def closed(self, run: Running, ledger: Ledger, now: float, *, idle: bool) -> None:
         """A running request is over; ``idle`` if the runtime was seen to be done with it."""
         if self.store is not None:  # also when it was switched off since its grant
             self.store.release(run.rid)
-            for name in self.planned.pop(run.rid, ()):
-                self.store.abandon(name)
-                self._queue.release(("slot", name), for_good=True)
+            displaced = run.plan.save if run.plan is not None and run.serving else None  # written before it started
+            for name in [*self.planned.get(run.rid, ())]:
+                if displaced is None or name != displaced.name:  # else it is being looked at, and will be told
+                    self.unplan(run.rid, name)
+                    self.store.abandon(name)
+                    self._queue.release(("slot", name), for_good=True)
         self.leaders.pop(run.rid, None)
         if not self.is_on:
             return

@@ -270,9 +270,10 @@ class Inject:
             while True:
                 await trio.sleep(TICK_S)  # the scheduler takes in what the last one told, and begins the next
                 jobs = list(self.jobs.values())
-                if not jobs:
+                if jobs:
+                    await jobs[0].done.wait()
+                elif self.work is None or not self.work.jobs.asides:
                     return
-                await jobs[0].done.wait()
 
 
 def drain_words(before: Mapping[str, Any], after: Mapping[str, Any], seconds: float, why: str) -> str:

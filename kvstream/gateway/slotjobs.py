@@ -48,6 +48,7 @@ class SlotJobs:
         self._nursery: trio.Nursery | None = None
         self._running: dict[int, Job] = {}
         self.begun = 0
+        self.asides = 0  # under way
 
     async def run(self, *, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
         """Task body: a place for jobs, for ever."""
@@ -68,6 +69,22 @@ class SlotJobs:
         self.begun += 1
         self._nursery.start_soon(self._run, job, work)
         return job
+
+    def aside(self, work: Callable[[], Awaitable[None]]) -> None:
+        """Begin something that has to end as well, and that no slot has to wait for."""
+        assert self._nursery is not None
+        self.asides += 1
+        self._nursery.start_soon(self._run_aside, work)
+
+    async def _run_aside(self, work: Callable[[], Awaitable[None]]) -> None:
+        try:
+            await work()
+        except Exception:
+            log.exception("bug in what was left to do for a slot")
+            if self._raise_bugs:
+                raise
+        finally:
+            self.asides -= 1
 
     async def do(self, slot: int, work: Callable[[Job], Awaitable[T]]) -> T | None:
         """Do it, after what somebody who left still has done there, and wait for it. None where it failed by a bug.

@@ -22,18 +22,20 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from functools import partial
 
 import trio
 from attrs import frozen
 
 from ..adapters.base import Failed
-from ..adapters.slot_calls import PromptWork, SlotCalls
+from ..adapters.slot_calls import PromptWork, SlotCalls, SlotDone
 from ..core.messages import Event, Proceed, PromptRead, Restored, SaveSlot, SlotSaved, SlotStarted
 from ..core.types import RequestId, SaveSpec, SlotPlan
 from ..errors import BackendUnavailableError, StoreError
 from .inject_settings import InjectSettings
 from .ports import Upstream
 from .readprompt import PromptReader
+from .slot_ports import SlotStore
 from .slotjobs import Job, SlotJobs
 from .slotlane import SlotLane
 from .stream import Stream
@@ -53,6 +55,15 @@ class Opening:
 
 
 UNPLANNED = Opening()
+
+
+@frozen
+class _Written:
+    """A file that the runtime wrote for ``store``, and how long that took."""
+
+    store: SlotStore
+    done: SlotDone
+    seconds: float
 
 
 class SlotWork:
@@ -100,7 +111,7 @@ class SlotWork:
         await self.jobs.wait(slot)  # it may still be being emptied for somebody else
         if plan.save is not None:
             spec = plan.save
-            await self.jobs.do(slot, lambda job: self._save(job, spec, stream.rid))
+            await self.jobs.do(slot, lambda job: self._save_first(job, spec, stream.rid))
         for other in plan.erase:
             if other not in self._owned() and other not in self.jobs.running:  # else it was given away meanwhile
                 await self.jobs.do(other, self._erase)
@@ -192,28 +203,58 @@ class SlotWork:
     # --- what is done with a slot, in a job ---------------------------------------------------------------------------
 
     async def _save(self, job: Job, spec: SaveSpec, rid: RequestId | None) -> None:
-        began, store = trio.current_time(), self._lane.store
-        event = SlotSaved(job.slot, spec.name, False, rid=rid)
+        written = await self._write(job, spec, rid)
+        if written is not None:
+            await self._keep(job.slot, spec, rid, written)
+
+    async def _save_first(self, job: Job, spec: SaveSpec, rid: RequestId) -> None:
+        """What a request displaces: it goes on when that is written, and the file is looked at meanwhile. A fork's file
+        is what others wait for, and they would not any more if the request were seen to start before it is there."""
+        if spec.why == "fork":
+            await self._save(job, spec, rid)
+            return
+        written = await self._write(job, spec, rid)
+        if written is not None:
+            self.jobs.aside(partial(self._keep, job.slot, spec, rid, written))
+
+    async def _write(self, job: Job, spec: SaveSpec, rid: RequestId | None) -> _Written | None:
+        """Let the runtime write what the slot holds. None: it did not, and that was told."""
+        began, store, written = trio.current_time(), self._lane.store, None
         try:
             if store is None:
-                return
+                return None
             file = store.temporary(spec.name, self._lane.bytes_of(spec.tokens))
             done = await self.jobs.call(job, self._calls.save(job.slot, file))
             if isinstance(done, Failed):
                 self._save_failed(spec, job, done)
-                return
+                return None
             self._lane.heard()
             self.refused = False
-            kept = await store.keep(spec, done)
             seconds = trio.current_time() - began if done.seconds is None else done.seconds
-            event = SlotSaved(job.slot, spec.name, True, kept.tokens, kept.bytes, seconds, kept.keys, rid)
+            written = _Written(store, done, seconds)
         except StoreError as error:
             log.debug("slot %d is not saved: %s", job.slot, error.message)
         finally:
-            if store is not None:
-                store.abandon(spec.name)  # nothing, once it is kept
-            self._lane.saved(spec, event)
-            self._post(event)
+            if written is None:
+                self._save_over(store, spec, SlotSaved(job.slot, spec.name, False, rid=rid))
+        return written
+
+    async def _keep(self, slot: int, spec: SaveSpec, rid: RequestId | None, written: _Written) -> None:
+        """Look at what was written and keep it."""
+        event = SlotSaved(slot, spec.name, False, rid=rid)
+        try:
+            kept = await written.store.keep(spec, written.done)
+            event = SlotSaved(slot, spec.name, True, kept.tokens, kept.bytes, written.seconds, kept.keys, rid)
+        except StoreError as error:
+            log.debug("slot %d is not saved: %s", slot, error.message)
+        finally:
+            self._save_over(written.store, spec, event)
+
+    def _save_over(self, store: SlotStore | None, spec: SaveSpec, event: SlotSaved) -> None:
+        if store is not None:
+            store.abandon(spec.name)  # nothing, once it is kept
+        self._lane.saved(spec, event)
+        self._post(event)
 
     def _save_failed(self, spec: SaveSpec, job: Job, failed: Failed) -> None:
         self.refused = failed.kind == BackendUnavailableError.code and not job.lost

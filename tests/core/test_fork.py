@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 from attrs import evolve
 
 from kvstream.core import messages as m
@@ -141,6 +142,23 @@ def test_what_is_overwritten_is_saved_first_and_comes_back() -> None:
     play.step(saved(spec_of(actions), 0, 3), restored(3, spec.name), *started(3), ended(3))
     store = play.see().store
     assert store is not None and store.files == 2
+
+
+@pytest.mark.parametrize("ok", [True, False])
+@pytest.mark.parametrize("ends", [True, False])
+def test_a_file_is_still_looked_at_when_who_displaced_it_runs_or_is_over(ends: bool, ok: bool) -> None:
+    play = lane(2)
+    served(play, 1, 640, "a")
+    served(play, 2, 640, "b")
+    served(play, 3, 656, "b")
+    spec = spec_of(play.step(ask(4, 64, prompt="c"), expect=["admit 4 slot=0 save=evict:40"]))
+    play.step(*started(4), produced(4))
+    if ends:
+        play.step(ended(4))
+    play.step(ask(5, 800, prompt="a"))
+    assert play.why == {5: "slot"}
+    play.step(saved(spec, 0, 4, ok=ok), expect=[
+        f"admit 5 slot=1 save=evict:41 {'restore promised=640' if ok else 'read_first cached=0'}"])
 
 
 def test_whoever_comes_while_his_prefix_is_saved_waits_for_the_file() -> None:

@@ -53,6 +53,7 @@ class SlotMachine(RuleBasedStateMachine):
         self.real = [Real() for _ in range(SLOTS)]
         self.files: dict[str, tuple[tuple[PageKey, ...], int]] = {}
         self.saves: dict[int, SaveSpec] = {}
+        self.looked_at: list[m.SlotSaved] = []  # written, and not yet told
         self.scheduler: Scheduler | None = None
 
     @rule(unified=st.booleans(), costly=st.booleans(), bytes_max=st.sampled_from([0, 3_000, 100_000]))
@@ -167,7 +168,11 @@ class SlotMachine(RuleBasedStateMachine):
             case "saving":
                 job.stage = "restoring"
                 if plan.save is not None and plan.slot is not None:
-                    self.step(self.save(plan.slot, plan.save, ok, rid))
+                    saved = self.save(plan.slot, plan.save, ok, rid)
+                    if plan.save.why == "evict" and data.draw(st.booleans()):
+                        self.looked_at.append(saved)
+                    else:
+                        self.step(saved)
             case "restoring":
                 job.stage = "reading"
                 if plan.restore is not None and plan.slot is not None:
@@ -276,6 +281,11 @@ class SlotMachine(RuleBasedStateMachine):
             at, spec = self.saves.popitem()
             self.step(self.save(at, spec, ok))
 
+    @rule(data=st.data())
+    def a_file_was_looked_at(self, data: st.DataObject) -> None:
+        if self.looked_at:
+            self.step(self.looked_at.pop(data.draw(st.integers(0, len(self.looked_at) - 1))))
+
     @rule()
     def what_was_given_up_ends_after_all(self) -> None:
         for job in self.jobs.values():
@@ -319,7 +329,7 @@ class SlotMachine(RuleBasedStateMachine):
         self.scheduler.check_invariants()
         inside = [j for j in self.jobs.values() if j.stage in ALIVE or j.stage == "draining"]
         waiting = [j for j in self.jobs.values() if j.stage == "waiting"]
-        assert inside or self.saves or not waiting, "somebody waits for an idle lane"
+        assert inside or self.saves or self.looked_at or not waiting, "somebody waits for an idle lane"
         view = self.scheduler.snapshot(self.now)
         assert view.store is None or view.store.bytes <= view.store.bytes_max
 

@@ -9,12 +9,16 @@ import os
 import re
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import trio
 
+from kvstream.adapters.slot_calls import SlotDone
+from kvstream.core.types import SavedPrefix, SaveSpec
+from kvstream.gateway.kvstore import KvStore
 from tests.fakes.journal import Entry
-from tests.gateway.hardlane import actions, check_wire, hard, open_hard, pinned, slot_of
+from tests.gateway.hardlane import PAGE, actions, check_wire, hard, open_hard, pinned, slot_of
 from tests.gateway.lane import Lane, chat, open_lane, read, request, settings
 
 NAME = re.compile(r"[a-z0-9]{1,80}\.kv")
@@ -264,6 +268,33 @@ async def test_case_52_a_slow_save_delays_its_own_slot_only(tmp_path: Path, auto
                 assert stream.slot is not None and stream.slot != slot_of(save)
                 await read(stream)
             assert save.ended_at is not None and save.ended_at - save.received_at == pytest.approx(5.0)
+        check_wire(lane.runtime)
+
+
+@pytest.mark.parametrize("closing", [False, True])
+async def test_case_52_a_file_is_looked_at_beside_the_request_that_displaced_it(
+        closing: bool, tmp_path: Path, autojump_clock: trio.abc.Clock) -> None:
+    """A disk on which looking at a file takes three seconds. Whoever displaced what is in it does not wait for that,
+    also not if it is over sooner; who wants the file does, and so does the end of the lane."""
+    keep = KvStore.keep
+
+    async def slowly(self: KvStore, spec: SaveSpec, done: SlotDone) -> SavedPrefix:
+        await trio.sleep(3.0)
+        return await keep(self, spec, done)
+
+    async with open_hard(tmp_path, hard(tmp_path), slots=1, prefill_rate=200.0) as lane:
+        await fill(lane, "amber", "birch")
+        with mock.patch.object(KvStore, "keep", slowly):
+            before, began = len(actions(lane.runtime, "save")), trio.current_time()
+            prompt, cached = await usage_of(lane, text("amber"))
+            assert cached >= prompt - PAGE and trio.current_time() - began < 1.0
+            assert len(actions(lane.runtime, "save")) == before + 1
+            if closing:
+                await lane.engine.inject.wait_saved()
+            else:
+                prompt, cached = await usage_of(lane, text("birch"))
+                assert cached >= prompt - PAGE
+            assert trio.current_time() - began > 3.0
         check_wire(lane.runtime)
 
 
