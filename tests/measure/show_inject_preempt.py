@@ -90,7 +90,7 @@ async def one(arm: Arm, seed: int, args: Namespace, reference: str) -> Run:
     before = await preemptions(arm)
     low, high = Heard(), Heard()
     async with trio.open_nursery() as nursery:
-        nursery.start_soon(lambda: chat(arm.url, low_chat(seed), args.tokens, low, priority="low", ignore_eos=True))
+        nursery.start_soon(lambda: chat(arm.url, low_chat(seed), args.tokens, low, priority="low"))
         while len(low.pieces) < args.after and low.ended is None:
             await trio.sleep(0.005)
         seen = len(low.pieces)
@@ -140,7 +140,7 @@ async def measure(all_arms: list[Arm], args: Namespace) -> tuple[list[Run], list
     for number, seed in enumerate(seeds(args)):
         tell(f"round {number + 1} of {args.rounds}, seed {seed}")
         await erased(direct)
-        whole = await chat(direct.url, low_chat(seed), args.tokens, ignore_eos=True)
+        whole = await chat(direct.url, low_chat(seed), args.tokens)
         ids = await prompt_ids(direct.runtime, low_chat(seed))
         await erased(direct)
         tokens = (await post(direct.runtime.url, "/completion", {
