@@ -19,7 +19,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import islice
-from math import inf
 from typing import Final
 
 from . import messages as m
@@ -27,6 +26,7 @@ from .costs import Costs
 from .ledger import Ledger
 from .placement import Choice, Want, choose, choose_unpinned, erase, favourite, in_the_making
 from .queue import WaitingQueue
+from .remains import float_remains, remains
 from .saved import SavedStore
 from .settings import SchedulerSettings
 from .slots import Slot, SlotMap
@@ -37,7 +37,6 @@ from .types import PageKey, PoolMode, RequestId, SaveSpec, SaveWhy, SlotPlan, Sl
 STARTING: Final[Gate] = ("slot", "starting")  # a slot is given away or being saved, and this one has none
 SHARERS_SOUGHT: Final = 8  # how many of the next in line are asked whether they want the same prefix
 FLOAT_PATIENCE_S: Final = 1.0  # how long a float that waits for a quiet moment lets others be given slots
-READ_SHARE: Final = 0.5  # of the time since its admission that a prompt given up was certainly read in
 
 
 class Inject:
@@ -312,7 +311,7 @@ class Inject:
             self.costs.decode.note(run.produced, now - run.first_at)
         self._left_over += run.tokens + run.produced
         self._doubt_idle(ledger, run.tokens + run.produced)
-        slot = self.slots.leave(run.rid, now, idle=idle, left=_left_by(run)) if self.slots is not None else None
+        slot = self.slots.leave(run.rid, now, idle=idle, left=float_remains(run)) if self.slots is not None else None
         if slot is not None:
             self._leave_content(run, slot, ledger, now)
         if slot is None or slot.keys is not run.keys:
@@ -321,23 +320,12 @@ class Inject:
         self.settle()
 
     def _leave_content(self, run: Running, slot: Slot, ledger: Ledger, now: float) -> None:
-        size = ledger.limits.page_tokens
         if run.epoch != ledger.epoch or not self._settings.prefix_enabled:
             self.put(slot, (), 0, False)
-        elif run.computed:
-            self.put(slot, _full(run, size), run.tokens + max(0, run.produced - 1), run.exact)
-        else:
-            # It may have been begun although nobody saw it. What it shares with what was there is there either way,
-            # but for the last token, which is always computed again.
-            shared, read = min(common_pages(slot.keys, run.keys), (run.tokens - 1) // size), 0
-            if run.serving and self.costs.prefill.is_known:
-                end = now if run.over_at is None else run.over_at
-                read = run.tokens_cached + int(READ_SHARE * self.costs.prefill.per_s * (end - run.admitted))
-            pages = max(shared, min(read, run.tokens) // size)
-            if pages > shared:
-                self.put(slot, run.keys[:pages], pages * size, False)
-            elif shared < len(slot.keys):
-                self.put(slot, slot.keys[:shared], shared * size, slot.exact)
+            return
+        left = remains(run, slot, ledger.limits.page_tokens, self.costs.prefill, now)
+        if left is not None:
+            self.put(slot, *left)
 
     # --- what happens to them ---------------------------------------------------------------------------------------
 
@@ -395,17 +383,3 @@ class Inject:
         if self.slots is None or not (self.slots.is_starting or self.slots.is_saving):
             self._queue.release(STARTING)
         self.changed()
-
-
-def _full(run: Running, page_tokens: int) -> tuple[PageKey, ...]:
-    """The keys of the full pages of a prompt, the same object where those are all."""
-    full = run.tokens // page_tokens
-    return run.keys if len(run.keys) <= full else run.keys[:full]
-
-
-def _left_by(run: Running) -> tuple[int, float]:
-    """How few and how many tokens its slot holds now."""
-    if not run.exact:
-        return 0, inf
-    whole = run.computed and run.seats == 1
-    return run.tokens if whole else 0, run.tokens + run.produced

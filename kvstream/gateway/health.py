@@ -23,11 +23,12 @@ from typing import Protocol
 import trio
 from attrs import evolve, frozen
 
-from ..adapters.base import Adapter, CapacityQuery, CapacityReport, Health, HttpReply
+from ..adapters.base import Adapter, CapacityQuery, CapacityReport, Health
 from ..core.messages import BackendDown, BackendUp, Event
 from ..errors import BackendTimeoutError, KVStreamError
 from .logs import backend_logger
 from .ports import Upstream
+from .rounds import ask_rounds
 
 LOADING_POLL_S = 0.25
 SILENT = "silent"  # what a probe found: no answer in time
@@ -250,13 +251,7 @@ class BackendWatcher:
             self._engine.post(event)  # in one step: the first request that is let in knows the slots already
 
     async def _capacity(self) -> CapacityReport:
-        replies: dict[str, HttpReply | None] = {}
-        while calls := [(n, c) for n, c in self._adapter.capacity_calls(replies) if n not in replies]:
-            for name, call in calls:
-                try:
-                    replies[name] = await self._upstream.request(call, timeout_s=CAPACITY_TIMEOUT_S)
-                except KVStreamError:
-                    replies[name] = None
+        replies = await ask_rounds(self._upstream, self._adapter.capacity_calls, timeout_s=CAPACITY_TIMEOUT_S)
         return self._adapter.read_capacity(replies, self._query)
 
     def _set(self, state: str, detail: str) -> None:

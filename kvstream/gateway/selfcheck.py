@@ -35,6 +35,7 @@ from ..core.types import PoolMode, SlotRules
 from ..errors import BackendUnavailableError, KVStreamError
 from .inject_settings import InjectSettings
 from .ports import Upstream
+from .rounds import ask_rounds
 from .slot_ports import SlotsFound
 from .slotplace import SlotPlace, find_place
 
@@ -256,13 +257,7 @@ class _Check:
                 await self._ask(self.calls.erase(slot))
 
     async def _identity(self) -> Identity | None:
-        replies: dict[str, HttpReply | None] = {}
-        while calls := [(n, c) for n, c in self.calls.identity_calls(replies) if n not in replies]:
-            for name, call in calls:
-                try:
-                    replies[name] = await self.upstream.request(call, timeout_s=PROBE_S_MAX)
-                except KVStreamError:
-                    replies[name] = None
+        replies = await ask_rounds(self.upstream, self.calls.identity_calls, timeout_s=PROBE_S_MAX)
         facts = dict(await self.place.model_facts(self.calls.model_path(replies)))
         if facts:  # else the identity holds for one process only, whatever else is known
             facts["kv"] = f"{self.report.limits.mode.value}, {self.token_bytes:g} bytes a token"
