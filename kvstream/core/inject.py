@@ -55,6 +55,7 @@ class Inject:
         self.costs = Costs()
         self.leaders: dict[RequestId, Running] = {}
         self.planned: dict[RequestId, dict[str, SaveSpec]] = {}  # saves of a request's plan that did not end yet
+        self.looked_at: dict[str, SaveSpec] = {}  # of a plan, too: written, whatever becomes of the request
         self._choices: dict[RequestId, Choice] = {}  # as long as nothing changes
         self.covers: dict[int, tuple[tuple[PageKey, ...], int]] = {}  # by slot: its keys, and how many a file has
         self.gone: list[tuple[PageKey, ...]] = []  # what slots held and do not any more
@@ -116,6 +117,8 @@ class Inject:
         for specs in self.planned.values():
             for spec in specs.values():
                 yield spec.name, spec.keys
+        for spec in self.looked_at.values():
+            yield spec.name, spec.keys
         for slot in self.slots.slots if self.slots is not None else ():
             if slot.saving:
                 yield slot.saving, slot.keys
@@ -284,13 +287,11 @@ class Inject:
         self.covers.clear()
         return spec
 
-    def unplan(self, rid: RequestId, name: str) -> SaveSpec | None:
-        """A save of a request's plan ended, or will not be made. None: it was none, or that is known."""
-        specs = self.planned.get(rid, {})
-        spec = specs.pop(name, None)
-        if not specs:
-            self.planned.pop(rid, None)
-        return spec
+    def written(self, rid: RequestId, name: str) -> None:
+        """A file of this request's plan is being looked at, and how that ends will be told: not its own any more."""
+        spec = self.planned.get(rid, {}).pop(name, None)
+        if spec is not None:
+            self.looked_at[name] = spec
 
     # --- ends -------------------------------------------------------------------------------------------------------
 
@@ -298,12 +299,9 @@ class Inject:
         """A running request is over; ``idle`` if the runtime was seen to be done with it."""
         if self.store is not None:  # also when it was switched off since its grant
             self.store.release(run.rid)
-            displaced = run.plan.save if run.plan is not None and run.serving else None  # written before it started
-            for name in [*self.planned.get(run.rid, ())]:
-                if displaced is None or name != displaced.name:  # else it is being looked at, and will be told
-                    self.unplan(run.rid, name)
-                    self.store.abandon(name)
-                    self._queue.release(("slot", name), for_good=True)
+            for name in self.planned.pop(run.rid, ()):
+                self.store.abandon(name)
+                self._queue.release(("slot", name), for_good=True)
         self.leaders.pop(run.rid, None)
         if not self.is_on:
             return

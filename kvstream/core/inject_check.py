@@ -17,9 +17,7 @@ def check_inject(
     """Raise AssertionError unless the slots are right, and whoever waits for one has somebody to wait for."""
     slots = inject.slots
     assert slots is None or inject.rules is not None
-    assert inject.leaders.keys() <= running.keys() and all(inject.planned.values())
-    assert all(spec.why == "evict" for rid, specs in inject.planned.items() if rid not in running
-               for spec in specs.values()), "what was planned for somebody who is gone is still waited for"
+    assert inject.leaders.keys() <= running.keys() and inject.planned.keys() <= running.keys()
     if inject.store is not None:
         inject.store.check()
     if slots is not None:

@@ -208,6 +208,15 @@ class PromptRead:
 
 
 @frozen
+class SlotWritten:
+    """The runtime wrote the file of a plan's save, and the request goes on while it is looked at: ``SlotSaved`` will
+    come, also after the request is over."""
+
+    rid: RequestId
+    name: str
+
+
+@frozen
 class SlotSaved:
     """A save ended. ``keys`` are those of the spec, or more where the file told them; ``rid`` is whose plan it was."""
 
@@ -241,7 +250,8 @@ class Bound:
 
 Event = Union[
     Submitted, Recounted, Produced, Ended, SeatIdle, BackendUp, BackendDown, Closing, Narrowed, Warmed, Bound,
-    SlotsKnown, StoreLoaded, SlotsLost, SlotsLook, SlotStarted, Restored, PromptRead, SlotSaved, CacheSeen]
+    SlotsKnown, StoreLoaded, SlotsLost, SlotsLook, SlotStarted, Restored, PromptRead, SlotWritten, SlotSaved,
+    CacheSeen]
 
 # --- actions --------------------------------------------------------------------------------------------------------
 

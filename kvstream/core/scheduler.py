@@ -192,7 +192,7 @@ class Scheduler:
             case m.Warmed(group):
                 self._admission.gates.groups.warm(group, now)
             case m.SlotsKnown() | m.StoreLoaded() | m.SlotsLost() | m.SlotsLook() | m.SlotStarted() | m.Restored() | (
-                    m.PromptRead() | m.SlotSaved() | m.CacheSeen()):
+                    m.PromptRead() | m.SlotWritten() | m.SlotSaved() | m.CacheSeen()):
                 self._slot_event(event, now)
             case m.Closing(refuse_waiting):
                 self._closing, self._emptying = True, self._emptying or refuse_waiting

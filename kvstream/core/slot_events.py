@@ -68,6 +68,8 @@ class SlotEvents:
                 self._restored(event, now)
             case m.PromptRead():
                 actions += self._prompt_read(event, ledger, now)
+            case m.SlotWritten(rid, name):
+                self._inject.written(rid, name)
             case m.SlotSaved():
                 actions += self._saved(event, now)
             case m.CacheSeen(_, cached, prompt, seconds):
@@ -170,7 +172,8 @@ class SlotEvents:
                 self._inject.put(slot, event.keys, event.tokens, True)  # the file told what the answer was
             self._inject.settle()
         rid = event.rid
-        spec = self._inject.unplan(rid, event.name) if rid is not None else None
+        self._inject.looked_at.pop(event.name, None)
+        spec = self._inject.planned.get(rid, {}).pop(event.name, None) if rid is not None else None
         self._queue.release(("slot", event.name), for_good=True)
         if rid is not None and spec is not None and spec.why == "fork":
             self._inject.let_go(rid, alone=not event.ok or event.name in gone)

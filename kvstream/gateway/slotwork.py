@@ -29,7 +29,7 @@ from attrs import frozen
 
 from ..adapters.base import Failed
 from ..adapters.slot_calls import PromptWork, SlotCalls, SlotDone
-from ..core.messages import Event, Proceed, PromptRead, Restored, SaveSlot, SlotSaved, SlotStarted
+from ..core.messages import Event, Proceed, PromptRead, Restored, SaveSlot, SlotSaved, SlotStarted, SlotWritten
 from ..core.types import RequestId, SaveSpec, SlotPlan
 from ..errors import BackendUnavailableError, StoreError
 from .inject_settings import InjectSettings
@@ -215,6 +215,7 @@ class SlotWork:
             return
         written = await self._write(job, spec, rid)
         if written is not None:
+            self._post(SlotWritten(rid, spec.name))  # before the job is over, and with it perhaps the request
             self.jobs.aside(partial(self._keep, job.slot, spec, rid, written))
 
     async def _write(self, job: Job, spec: SaveSpec, rid: RequestId | None) -> _Written | None:

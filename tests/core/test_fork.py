@@ -145,20 +145,36 @@ def test_what_is_overwritten_is_saved_first_and_comes_back() -> None:
 
 
 @pytest.mark.parametrize("ok", [True, False])
-@pytest.mark.parametrize("ends", [True, False])
-def test_a_file_is_still_looked_at_when_who_displaced_it_runs_or_is_over(ends: bool, ok: bool) -> None:
+@pytest.mark.parametrize("end", [None, EndReason.FINISHED, EndReason.CANCELLED])
+def test_a_file_is_still_looked_at_when_who_displaced_it_runs_or_is_over(end: EndReason | None, ok: bool) -> None:
     play = lane(2)
     served(play, 1, 640, "a")
     served(play, 2, 640, "b")
     served(play, 3, 656, "b")
     spec = spec_of(play.step(ask(4, 64, prompt="c"), expect=["admit 4 slot=0 save=evict:40"]))
-    play.step(*started(4), produced(4))
-    if ends:
-        play.step(ended(4))
+    play.step(m.SlotWritten(RequestId(4), spec.name))
+    if end is not EndReason.CANCELLED:  # else it leaves before it was sent
+        play.step(*started(4), produced(4))
+    if end is not None:
+        play.step(ended(4, end))
     play.step(ask(5, 800, prompt="a"))
     assert play.why == {5: "slot"}
+    slot = "slot=0" if end is EndReason.CANCELLED else "slot=1 save=evict:41"
     play.step(saved(spec, 0, 4, ok=ok), expect=[
-        f"admit 5 slot=1 save=evict:41 {'restore promised=640' if ok else 'read_first cached=0'}"])
+        f"admit 5 {slot} {'restore promised=640' if ok else 'read_first cached=0'}"])
+
+
+def test_nobody_waits_for_a_file_that_was_never_begun() -> None:
+    """The lane lost its slots after a request had been told to save one first, so it went without doing that."""
+    play = lane(2)
+    served(play, 1, 640, "a")
+    served(play, 2, 640, "b")
+    served(play, 3, 656, "b")
+    play.step(ask(4, 64, prompt="c"), expect=["admit 4 slot=0 save=evict:40"])
+    play.step(m.SlotsKnown(None))
+    play.step(*started(4), produced(4), ended(4))
+    play.step(m.SlotsKnown(rules(2)), seen(99, prompt=1000, seconds=10.0))
+    play.step(ask(5, 800, prompt="a"), expect=["admit 5 slot=0 read_first cached=0"])
 
 
 def test_whoever_comes_while_his_prefix_is_saved_waits_for_the_file() -> None:

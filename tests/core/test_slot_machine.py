@@ -171,6 +171,7 @@ class SlotMachine(RuleBasedStateMachine):
                     saved = self.save(plan.slot, plan.save, ok, rid)
                     if plan.save.why == "evict" and data.draw(st.booleans()):
                         self.looked_at.append(saved)
+                        self.step(m.SlotWritten(rid, plan.save.name))
                     else:
                         self.step(saved)
             case "restoring":
