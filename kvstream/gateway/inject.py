@@ -85,6 +85,11 @@ class Inject:
         return self.work.jobs.running if self.work is not None else NO_JOBS
 
     @property
+    def asides(self) -> int:
+        """How many files are looked at beside the requests that displaced what is in them."""
+        return self.work.jobs.asides if self.work is not None else 0
+
+    @property
     def begun(self) -> int:
         """How many jobs were begun so far."""
         return self.work.jobs.begun if self.work is not None else 0
@@ -272,7 +277,7 @@ class Inject:
                 jobs = list(self.jobs.values())
                 if jobs:
                     await jobs[0].done.wait()
-                elif self.work is None or not self.work.jobs.asides:
+                elif not self.asides:
                     return
 
 

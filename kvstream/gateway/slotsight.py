@@ -112,10 +112,11 @@ class SlotSight:
         return False
 
     async def let_start(self) -> None:
-        """Nobody is let in: wait until nobody is on his way any more, for a slot that looks idle may be his. Bounded.
-        *Errors*: none. *Cancellation*: safe."""
+        """Nobody is let in: wait until nobody is on his way any more, for a slot that looks idle may be his, and until
+        what was written is kept, or a list of the files would lack it. Bounded. *Errors*: none. *Cancellation*: safe.
+        """
         with trio.move_on_after(QUIET_S_MAX):
-            while not self._has_started:
+            while not self._has_started or self._inject.asides:
                 await trio.sleep(QUIET_POLL_S)
 
     @property

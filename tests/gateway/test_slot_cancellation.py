@@ -10,19 +10,26 @@ from collections.abc import AsyncIterable, AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import trio
 
 from kvstream.adapters.base import HttpCall, HttpReply
+from kvstream.adapters.slot_calls import SlotDone
+from kvstream.core.messages import SlotsLook
+from kvstream.core.types import SavedPrefix, SaveSpec
 from kvstream.errors import BackendTimeoutError
+from kvstream.gateway.kvstore import KvStore
 from kvstream.gateway.ports import Upstream, UpstreamResponse
+from kvstream.gateway.slotlane import SlotLane
 from tests.fakes.script import Script
-from tests.gateway.hardlane import actions, check_wire, hard, open_hard
+from tests.gateway.hardlane import PAGE, actions, check_wire, hard, open_hard
 from tests.gateway.lane import Lane, chat, read, request
 from tests.gateway.test_case_slots import fill, text, usage_of
 
 CALL_S_MAX = 20.0
+KEEP = KvStore.keep
 
 
 class Hanging:
@@ -206,3 +213,52 @@ async def test_a_slot_is_not_probed_while_somebody_is_on_his_way_there(
         check_wire(lane.runtime)
         await lane.until_empty(within_s=CALL_S_MAX + 5)
         lane.check()
+
+
+async def _keep_slowly(self: KvStore, spec: SaveSpec, done: SlotDone) -> SavedPrefix:
+    await trio.sleep(3.0)
+    return await KEEP(self, spec, done)
+
+
+@pytest.mark.parametrize("place", ["save", "restore"])
+async def test_what_was_displaced_is_kept_when_who_displaced_it_leaves(
+        place: str, tmp_path: Path, autojump_clock: trio.abc.Clock) -> None:
+    """It leaves while the runtime writes, or while the file is looked at and its own is being restored. What the
+    slot held is nowhere else then."""
+    async with open_hanging(tmp_path) as (lane, hanging):
+        await fill(lane, "amber", "birch")
+        hanging.hang_s = 1.0
+        with mock.patch.object(KvStore, "keep", _keep_slowly):
+            hanging.place = place
+            await leave_at(lane, hanging, text("amber"))
+            hanging.place = ""
+            await trio.sleep(5)
+        await lane.until_empty(within_s=CALL_S_MAX + 5)
+        await fill(lane, "delta")
+        prompt, cached = await usage_of(lane, text("birch"))
+        assert cached >= prompt - PAGE, "its file is offered"
+        lane.check()
+        check_wire(lane.runtime)
+
+
+async def test_a_file_that_is_looked_at_while_the_server_restarts_is_offered_afterwards(
+        tmp_path: Path, autojump_clock: trio.abc.Clock) -> None:
+    """The files are listed for the next process when this one is not among them yet, and what is listed is told
+    after it was kept."""
+    look = SlotLane.look
+
+    async def look_slowly(self: SlotLane) -> SlotsLook | None:
+        await trio.sleep(4.0)
+        return await look(self)
+
+    async with open_hanging(tmp_path) as (lane, _):
+        await fill(lane, "amber", "birch")
+        with mock.patch.object(KvStore, "keep", _keep_slowly), mock.patch.object(SlotLane, "look", look_slowly):
+            await fill(lane, "amber")
+            lane.runtime.restart(load_s=0.0)
+            lane.engine.watcher.other_process()
+            await trio.sleep(10)
+        prompt, cached = await usage_of(lane, text("birch"))
+        assert cached >= prompt - PAGE
+        lane.check()
+        check_wire(lane.runtime)
