@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from math import inf
 from typing import Final
 
 from .costs import Rate
@@ -11,6 +10,7 @@ from .state import Running
 from .tokens import common_pages
 from .types import PageKey
 
+GUESS_WRONG: Final = 4  # how many times as many or as few tokens a prompt may have that was counted by guess
 READ_SHARE: Final = 0.5  # of the time since its admission that a prompt given up was certainly read in
 
 
@@ -33,11 +33,10 @@ def remains(run: Running, slot: Slot, page_tokens: int, prefill: Rate, now: floa
 
 
 def float_remains(run: Running) -> tuple[int, float]:
-    """How few and how many tokens it left in the slot that the runtime chose for it."""
-    if not run.exact:
-        return 0, inf
+    """How few and how many tokens it left in the slot that the runtime chose for it, as far as can be guessed."""
+    wrong = 1 if run.exact else GUESS_WRONG
     whole = run.computed and run.seats == 1
-    return run.tokens if whole else 0, run.tokens + run.produced
+    return run.tokens // wrong if whole else 0, run.tokens * wrong + run.produced
 
 
 def _full(run: Running, page_tokens: int) -> tuple[PageKey, ...]:

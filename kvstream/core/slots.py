@@ -25,6 +25,7 @@ from attrs import define
 
 from .types import PageKey, RequestId, SlotRules
 
+LEFT_MAX: Final = 64  # of floats that ended adrift, how many are told apart
 NEAR_TOKENS: Final = 1  # the last token of an answer may or may not be in the slot
 
 
@@ -156,6 +157,8 @@ class SlotMap:
         if self._floats.pop(rid, None) is not None:
             self._lost += not idle
             self._left.append(left)
+            if len(self._left) > LEFT_MAX:
+                self._left = [(min(least for least, _ in self._left), max(most for _, most in self._left))]
             self.doubt()
         self._placed.pop(rid, None)
         return None

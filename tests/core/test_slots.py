@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from kvstream.core import messages as m
+from kvstream.core.slots import LEFT_MAX
 from kvstream.core.types import EndReason, Limits, PoolMode, RequestId, SlotPlan, SlotRules
 from tests.play import Play, ended, idle, keys_of, limits, produced, submit
 
@@ -238,7 +239,8 @@ def test_after_a_float_a_slot_keeps_its_content_only_if_somebody_looked() -> Non
 
 @pytest.mark.parametrize("exact, tokens, made, seen_tokens, kept", [
     (True, 160, 1, 160, False), (True, 120, 60, 160, False), (True, 120, 10, 160, True), (True, 200, 1, 160, True),
-    (False, 64, 1, 160, False), (True, 200, 0, 160, False)])  # the last one was broken off while its prompt was read
+    (False, 64, 1, 160, False), (False, 30, 1, 160, True), (False, 800, 1, 160, True), (False, 800, 0, 160, False),
+    (True, 200, 0, 160, False)])  # the last one was broken off while its prompt was read
 def test_a_slot_that_holds_as_much_as_a_float_may_have_left_may_be_its(
         exact: bool, tokens: int, made: int, seen_tokens: int, kept: bool) -> None:
     play = slotted(2)
@@ -248,6 +250,18 @@ def test_a_slot_that_holds_as_much_as_a_float_may_have_left_may_be_its(
     play.step(ended(2, EndReason.FINISHED if made else EndReason.CANCELLED))
     play.step(m.SlotsLook((seen_tokens, 160), frozenset()))
     play.step(ask(3, 320, prompt="a"), expect=["admit 3 slot=0 promised=160" if kept else "admit 3 slot=1 cached=0"])
+
+
+def test_floats_that_nobody_can_place_are_not_remembered_one_by_one() -> None:
+    """A stranger works in a slot for ever, so no look tells where ours are, and there is always one of ours."""
+    play = slotted(3)
+    served(play, 1, 160, "a")
+    for rid in range(2, 202):
+        play.step(ask(rid, rid, prompt="b", pinnable=False), expect=None)
+        play.step(*started(rid), produced(rid), *([ended(rid - 1)] if rid > 2 else []), expect=None)
+        play.step(m.SlotsLook((160, 9, 9), frozenset({1, 2})))
+    slots = play.scheduler._admission.inject.slots
+    assert slots is not None and len(slots._left) <= LEFT_MAX
 
 
 def test_what_is_doubtful_stays_so_until_it_is_computed() -> None:
