@@ -218,7 +218,8 @@ class SlotWritten:
 
 @frozen
 class SlotSaved:
-    """A save ended. ``keys`` are those of the spec, or more where the file told them; ``rid`` is whose plan it was."""
+    """A save ended. ``keys`` are those of the spec, or more where the file told them; ``rid`` is who does not go on
+    before it: whose plan or state it was, but nobody after ``SlotWritten``."""
 
     slot: int
     name: str

@@ -216,7 +216,7 @@ class SlotWork:
         written = await self._write(job, spec, rid)
         if written is not None:
             self._post(SlotWritten(rid, spec.name))  # before the job is over, and with it perhaps the request
-            self.jobs.aside(partial(self._keep, job.slot, spec, rid, written))
+            self.jobs.aside(partial(self._keep, job.slot, spec, None, written))  # it may give way before that is told
 
     async def _write(self, job: Job, spec: SaveSpec, rid: RequestId | None) -> _Written | None:
         """Let the runtime write what the slot holds. None: it did not, and that was told."""

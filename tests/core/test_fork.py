@@ -160,7 +160,7 @@ def test_a_file_is_still_looked_at_when_who_displaced_it_runs_or_is_over(end: En
     play.step(ask(5, 800, prompt="a"))
     assert play.why == {5: "slot"}
     slot = "slot=0" if end is EndReason.CANCELLED else "slot=1 save=evict:41"
-    play.step(saved(spec, 0, 4, ok=ok), expect=[
+    play.step(saved(spec, 0, ok=ok), expect=[
         f"admit 5 {slot} {'restore promised=640' if ok else 'read_first cached=0'}"])
 
 

@@ -8,7 +8,7 @@ cells; what is saved is what the spec says; and nobody waits on an idle lane.
 
 from __future__ import annotations
 
-from attrs import define, field
+from attrs import define, evolve, field
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
@@ -170,7 +170,7 @@ class SlotMachine(RuleBasedStateMachine):
                 if plan.save is not None and plan.slot is not None:
                     saved = self.save(plan.slot, plan.save, ok, rid)
                     if plan.save.why == "evict" and data.draw(st.booleans()):
-                        self.looked_at.append(saved)
+                        self.looked_at.append(evolve(saved, rid=None))
                         self.step(m.SlotWritten(rid, plan.save.name))
                     else:
                         self.step(saved)

@@ -12,9 +12,10 @@ import pytest
 import trio
 
 from kvstream.adapters.base import Delta
-from kvstream.adapters.slot_calls import PromptWork
+from kvstream.adapters.slot_calls import PromptWork, SlotDone
 from kvstream.core.messages import Preempt
-from kvstream.core.types import Priority
+from kvstream.core.types import Priority, SavedPrefix, SaveSpec
+from kvstream.gateway.kvstore import KvStore
 from kvstream.gateway.request import parse_request
 from kvstream.gateway.said import Said
 from kvstream.gateway.stream import Stream
@@ -116,6 +117,38 @@ async def test_case_40_an_answer_that_the_model_ends(autojump_clock: Any, tmp_pa
     async with open_one(tmp_path, knobs=knobs) as lane:
         call = await preempted(lane, CHAT, body, min(at, length - 1))
         assert shape(call) == shape(expected)
+        await check(lane)
+
+
+async def test_case_40_what_it_displaced_is_kept_while_its_own_state_is_being_saved(
+    autojump_clock: Any, tmp_path: Path
+) -> None:
+    """Its slot is its own until that is in a file, whatever else is kept meanwhile."""
+    keep = KvStore.keep
+
+    async def slowly(self: KvStore, spec: SaveSpec, done: SlotDone) -> SavedPrefix:
+        if spec.why == "evict":
+            await trio.sleep(3.0)
+        return await keep(self, spec, done)
+
+    body = body_of(CHAT, max_tokens=40)
+    async with open_one(tmp_path, knobs={"prefill_rate": 200.0}, inject={
+            "read_first_s": 3600.0, "save_tokens_min": 64, "slow_save_s": 60.0}) as lane:
+        await lane.post(chat("word " * 600, max_tokens=2))
+        with mock.patch.object(KvStore, "keep", slowly):
+            call = lane.start(body, CHAT, LOW)
+            await until_tokens(lane, 3)
+            asides = lane.engine.inject.asides
+            lane.runtime.config.save_s = 6.0
+            urgent = lane.start(chat("now", max_tokens=2), CHAT, HIGH)
+            await trio.sleep(5.0)
+            assert (asides, lane.engine.inject.asides, len(lane.engine.inject.jobs)) == (1, 0, 1)
+            assert lane.engine.scheduler.snapshot(trio.current_time()).draining == 1
+            assert not any(stream.swapped_out for stream in lane.engine.streams.values())
+        with trio.fail_after(60):
+            await call.ended.wait()
+            await urgent.ended.wait()
+        assert gave_way(lane) == (1, 1)
         await check(lane)
 
 
