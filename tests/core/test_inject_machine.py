@@ -117,6 +117,7 @@ class InjectMachine(RuleBasedStateMachine):
         self.next_rid = 0
         self.calls: dict[RequestId, Call] = {}
         self.savings: list[Saving] = []
+        self.looked_at: list[m.SlotSaved] = []  # what requests displaced: written, and not yet told
         self.disk = Disk()
         self.said: set[str] = set()  # saved, as the scheduler was told, and not forgotten since
         self.alive = self.up = False
@@ -165,6 +166,7 @@ class InjectMachine(RuleBasedStateMachine):
     def server_is_up(self, *, fresh: bool) -> None:
         """What ``SlotLane.learn`` posts, in the step that lets the first request in."""
         self.up, self.known = True, self.life
+        self.all_looked_at()
         untold = {saving.spec.name for saving in self.savings} | {
             call.event.name for call in self.calls.values() if isinstance(call.event, m.SlotSaved)}
         self.said = (self.said - self.disk.listed.keys()) | (self.mine().keys() - untold)
@@ -323,7 +325,16 @@ class InjectMachine(RuleBasedStateMachine):
 
     def do_save(self, call: Call, spec: SaveSpec, how: str) -> None:
         assert call.slot is not None
-        call.event = self.saved(call.slot, spec, how, call.rid)
+        event = self.saved(call.slot, spec, how, call.rid)
+        if event.ok and spec.why == "evict" and self.next_rid % 3:  # else that is told at once
+            self.looked_at.append(evolve(event, rid=None))
+            self.step(m.SlotWritten(call.rid, spec.name))
+        else:
+            call.event = event
+
+    def all_looked_at(self) -> None:
+        while self.looked_at:
+            self.tell(self.looked_at.pop())
 
     def saved(self, slot: int, spec: SaveSpec, how: str, rid: RequestId | None) -> m.SlotSaved:
         """The server writes a temporary file; if it is right, it gets its name and its manifest."""
@@ -590,6 +601,11 @@ class InjectMachine(RuleBasedStateMachine):
                 call.where = "gone" if call.left else "waiting"
             self.tell(saving.event)
 
+    @precondition(lambda self: self.looked_at)
+    @rule(data=st.data())
+    def a_file_was_looked_at(self, data: st.DataObject) -> None:
+        self.tell(self.looked_at.pop(data.draw(st.integers(0, len(self.looked_at) - 1))))
+
     @precondition(lambda self: self.up and self.alive and self.is_quiet() and (
         self.scheduler.wants_look or self.trouble("look")))
     @rule()
@@ -686,7 +702,7 @@ class InjectMachine(RuleBasedStateMachine):
         for name in self.disk.files.keys() - self.disk.listed.keys():
             self.disk.forget(name)
         self.said.clear()
-        self.savings, self.starting = [], None
+        self.savings, self.looked_at, self.starting = [], [], None
         self.kvstream_starts()
 
     # --- what must hold -----------------------------------------------------------------------------------------------
@@ -730,7 +746,7 @@ class InjectMachine(RuleBasedStateMachine):
     @invariant()
     def an_idle_lane_serves(self) -> None:
         places = [call.where for call in self.calls.values()]
-        if self.ready and self.up and set(places) <= {"waiting", "gone"} and not self.savings:
+        if self.ready and self.up and set(places) <= {"waiting", "gone"} and not self.savings and not self.looked_at:
             assert "waiting" not in places, "somebody waits for an idle lane"
 
     def to_the_end(self) -> None:
@@ -740,8 +756,9 @@ class InjectMachine(RuleBasedStateMachine):
         for _ in range(2000):
             live = [call for call in self.calls.values() if call.where not in ("waiting", "gone")]
             waiting = any(call.where == "waiting" for call in self.calls.values())
-            if not live and not waiting and not self.savings:
+            if not live and not waiting and not self.savings and not self.looked_at:
                 return
+            self.all_looked_at()
             self.zombie_ends()
             for call in live:
                 if call.where in ("draining", "parking"):
