@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import json
 import os
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -150,17 +151,23 @@ async def test_case_73_images_are_not_counted_as_text(autojump_clock: Any) -> No
 
 
 def test_case_73_parsing_a_big_body_is_quick() -> None:
-    import time
+    """Held against what nobody can do without, in processor time: reading the JSON once."""
+    from time import process_time
 
     body = json.dumps(picture(50 * MB)).encode()
-    best = 9.0
-    for _ in range(3):
-        began = time.perf_counter()
-        request = parse_request(CHAT, [], body)
-        prompt_text(CHAT, request.proxy.view)
-        best = min(best, time.perf_counter() - began)
-    print(f"parse: {best * 1000:.0f} ms")
-    assert best < 0.5
+
+    def least(work: Callable[[], object]) -> float:
+        spent = []
+        for _ in range(3):
+            began = process_time()
+            work()
+            spent.append(process_time() - began)
+        return min(spent)
+
+    ours = least(lambda: prompt_text(CHAT, parse_request(CHAT, [], body).proxy.view))
+    bare = least(lambda: json.loads(body))
+    print(f"parse: {ours * 1000:.0f} ms, {ours / bare:.1f} times json.loads")
+    assert ours < 3 * bare
 
 
 async def test_case_73_a_body_that_stops_coming_is_408() -> None:

@@ -166,8 +166,9 @@ def show(page: Page, traffic: Traffic, compared: Compared, seconds: float) -> No
     for name, (a, b) in compared.items():
         page.bar(f"{name}: KVStream and the server agree within {TOLERANCE:.0%}", f"{apart(a, b):.2%}",
                  apart(a, b) <= TOLERANCE)
-    failed = sum(not heard.served for heard in traffic.heard)
-    page.bar("no request fails", f"{failed} of {len(traffic.heard)}, {traffic.left} clients left", not failed)
+    failed = [heard.error or "no proper end" for heard in traffic.heard if not heard.served]
+    page.bar("no request fails", "; ".join([f"{len(failed)} of {len(traffic.heard)}, {traffic.left} clients left",
+                                            *sorted(set(failed))]), not failed)
 
 
 def draw(points: list[tuple[float, float, float, float, float]]) -> Any:
