@@ -28,6 +28,8 @@ KERNELS = ROOT / "kvstream" / "cuda" / "kernels"
 PYCUDA = "2026.1"
 KEPT = 6  # versions of one thing in the cache
 
+DRIVER_SOURCES = ("memory", "schedule", "checker", "launch", "core", "api_device", "api_memory", "api_stream",
+                  "api_module", "control")
 DRIVER_FLAGS = ("-std=c++17", "-O2", "-g1", "-fPIC", "-fno-strict-aliasing", "-fno-omit-frame-pointer", "-Wall",
                 "-Wextra", "-U_FORTIFY_SOURCE")  # a longjmp between stacks is what _FORTIFY_SOURCE forbids
 KERNEL_FLAGS = ("-std=c++17", "-O2", "-g1", "-fPIC", "-fvisibility=hidden", "-fno-gnu-unique", "-ffp-contract=off",
@@ -87,9 +89,7 @@ class Builder:
 
     def driver(self) -> Path:
         """``libcuda.so.1``: our sources, and a stub for each other symbol that PyCUDA links to."""
-        sources = sorted((HERE / name) for name in ("memory.cpp", "schedule.cpp", "checker.cpp", "launch.cpp", "core.cpp",
-                                                    "api_device.cpp", "api_memory.cpp", "api_stream.cpp",
-                                                    "api_module.cpp", "control.cpp"))
+        sources = [HERE / f"{name}.cpp" for name in DRIVER_SOURCES]
         wanted = self.wanted_symbols()
         headers = [HERE / "sim.h", HERE / "state.h"]
         folder = self._once("driver", (*DRIVER_FLAGS, *wanted), [*sources, *headers],
@@ -114,8 +114,8 @@ class Builder:
     def wanted_symbols(self) -> tuple[str, ...]:
         """The driver's symbols that PyCUDA's extension imports."""
         extension = next((self.pycuda() / "pycuda").glob("_driver*.so"))
-        names = {line.split()[-1].split("@")[0] for line in run(["nm", "-D", "--undefined-only", extension]).splitlines()}
-        return tuple(sorted(name for name in names if name.startswith("cu")))
+        lines = run(["nm", "-D", "--undefined-only", extension]).splitlines()
+        return tuple(sorted(name for line in lines if (name := line.split()[-1].split("@")[0]).startswith("cu")))
 
     # --- how ----------------------------------------------------------------------------------------------------------
 

@@ -233,7 +233,8 @@ def kernel_out_of_bounds(sim: Sim, offset: int, freed: bool = False) -> tuple[bo
 def bad_kernel(sim: Sim, name: str) -> tuple[list[str], list[str]]:
     """(what three later calls raise, reports)"""
     with context() as cuda:
-        kernel(cuda.module_from_buffer(sim.kernels), name, "")(None)
+        launch = kernel(cuda.module_from_buffer(sim.kernels), name, "")  # keeps its module
+        launch(None)
         later = [attempt(cuda.Context.synchronize), attempt(cuda.mem_alloc, 16), attempt(cuda.mem_get_info)]
         sim.clear_sticky()
         return later, sim.take_reports()
@@ -411,14 +412,16 @@ def unsupported(sim: Sim) -> tuple[str, int]:
         return error, sim.get("unsupported")
 
 
-def use_dead_handles(sim: Sim) -> list[str]:
-    """After a reset nothing that was made before it is valid."""
-    with context() as cuda:
-        stream, event = cuda.Stream(), cuda.Event()
-        errors = [attempt(stream.synchronize)]
-        sim.reset(0, "uniform")
-        errors += [attempt(stream.synchronize), attempt(event.record)]
-    return errors
+def use_dead_handles(sim: Sim) -> None:
+    """After a reset nothing that was made before it is valid. Raises what happened: PyCUDA still believes in its
+    context, so this child is of no more use."""
+    import pycuda.driver as cuda
+
+    made = cuda.Device(0).make_context()
+    stream, device = cuda.Stream(), cuda.mem_alloc(16)
+    before = attempt(stream.synchronize)
+    sim.reset(0, "uniform")
+    raise RuntimeError([before, attempt(stream.synchronize), attempt(device.free), attempt(made.pop)])
 
 
 # --- scenes that go wrong as a whole ----------------------------------------------------------------------------------

@@ -43,7 +43,7 @@ StreamP choose(std::vector<StreamP> from) {
         case Policy::Eager: return extreme(from, false);
         case Policy::Priorities: {
             // Now and then the one in front falls to the back: a change point, as in probabilistic concurrency testing.
-            if (random_unit() < 0.01) heaviest(from)->weight -= 1.0;
+            if (random_unit() < s.change_rate) heaviest(from)->weight -= 1.0;
             return heaviest(from);
         }
         case Policy::Starve: {
@@ -138,8 +138,10 @@ void reseed(uint64_t seed, Policy policy) {
     s.policy = policy;
     s.random = seed * 0x9E3779B97F4A7C15ull + uint64_t(policy) + 1;
     // How much the device does by itself while the host goes on: nothing, some, much. The seed decides.
-    const double choices[] = {0.0, 0.3, 0.75};
+    const double choices[] = {0.0, 0.2, 0.5};
     s.eagerness = choices[random_number() % 3];
+    const double rates[] = {0.01, 0.03, 0.1};
+    s.change_rate = rates[random_number() % 3];
     s.host_weight = random_unit();
     for (const StreamP &stream : s.streams) stream->weight = random_unit();
 }

@@ -166,7 +166,7 @@ struct State {
     // schedule
     Policy policy = Policy::Uniform;
     uint64_t seed = 0, random = 1;
-    double eagerness = 0, host_weight = 0;
+    double eagerness = 0, host_weight = 0, change_rate = 0;
     std::vector<StreamP> streams;    // those that live or still have work
     StreamP null_stream;
     uint64_t ops = 0;
