@@ -6,13 +6,17 @@ round, and nobody would notice. So pytest never loads it; ``simulated.call(scene
 loads it by its path and refuses to go on unless PyCUDA reports its name. On a GPU machine the same scenes are called
 directly, by ``just gpu``, with the PyCUDA of that machine. A child that aborts or hangs is also only one failed test.
 
-The first build takes about 100 s (PyCUDA), later ones seconds. Without a compiler or CUDA's headers these tests are
-skipped, except where ``CI`` is set: there a proof that silently does not run is a failure.
+The first build takes about 100 s of one core (PyCUDA), later ones seconds. It begins, at low priority, as soon as the
+tests are collected, so that those which need no driver run meanwhile. Without a compiler or CUDA's headers these tests
+are skipped, except where ``CI`` is set: there a proof that silently does not run is a failure.
 """
 
 from __future__ import annotations
 
 import os
+import signal
+import subprocess
+import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -20,24 +24,50 @@ from pathlib import Path
 import pytest
 
 from tests.cuda.driver.build import Builder, NothingToBuildWith
-from tests.cuda.driver.pool import Simulated
+from tests.cuda.driver.pool import ROOT, Simulated
+
+BUILD = pytest.StashKey[subprocess.Popen[bytes]]()
+
+
+def cache_folder(config: pytest.Config) -> Path:
+    named = os.environ.get("KVSTREAM_CUDA_CACHE")
+    if named:
+        return Path(named)
+    if config.pluginmanager.hasplugin("cacheprovider"):
+        return config.cache.mkdir("cuda")
+    return Path(tempfile.gettempdir()) / f"kvstream-cuda-{os.getuid()}"
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    if session.config.option.collectonly:
+        return
+    if any("simulated" in getattr(item, "fixturenames", ()) for item in session.items):
+        # Its failure is told by whoever needs the result and builds again.
+        session.config.stash[BUILD] = subprocess.Popen(
+            [sys.executable, "-m", "tests.cuda.driver.build", str(cache_folder(session.config))], cwd=ROOT,
+            stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True,
+            preexec_fn=lambda: os.nice(15))
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    started = session.config.stash.get(BUILD, None)
+    if started is not None and started.poll() is None:
+        os.killpg(started.pid, signal.SIGTERM)  # pip and compilers too
+        started.wait()
 
 
 @pytest.fixture(scope="session")
 def cuda_builder(request: pytest.FixtureRequest) -> Builder:
-    named = os.environ.get("KVSTREAM_CUDA_CACHE")
-    if named:
-        cache = Path(named)
-    elif request.config.pluginmanager.hasplugin("cacheprovider"):
-        cache = request.config.cache.mkdir("cuda")
-    else:
-        cache = Path(tempfile.gettempdir()) / f"kvstream-cuda-{os.getuid()}"
     try:
-        return Builder(cache)
+        builder = Builder(cache_folder(request.config))
     except NothingToBuildWith as missing:
         if os.environ.get("CI"):
             raise
         pytest.skip(f"no simulated CUDA driver: {missing}")
+    started = request.config.stash.get(BUILD, None)
+    if started is not None:
+        started.wait()
+    return builder
 
 
 @pytest.fixture(scope="session")

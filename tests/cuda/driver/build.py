@@ -16,8 +16,8 @@ import struct
 import subprocess
 import sys
 import sysconfig
-import tarfile
 import tempfile
+import zipfile
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -97,14 +97,12 @@ class Builder:
         return folder / "libcuda.so.1"
 
     def image(self, name: str, checked: bool) -> Path:
-        """A module image: ``toy`` (for the tests of the driver) or ``kv`` (the product's kernels)."""
+        """A module image: ``kv`` is the product's kernels, another name those of ``NAME.cu`` in this folder, ``toy`` a
+        module without fibers, for the tests of the driver itself."""
+        cuda = sorted(KERNELS.glob("*.cu")) if name == "kv" else [HERE / f"{name}.cu"]
+        plain = sorted(HERE.glob("fibers*.cpp")) + ([HERE / "hooks.cpp"] if checked else [])
         if name == "toy":
             cuda, plain = [], [HERE / "toy.cpp"]
-        elif name == "kv":
-            cuda = sorted(KERNELS.glob("*.cu"))
-            plain = sorted(HERE.glob("fibers*.cpp")) + ([HERE / "hooks.cpp"] if checked else [])
-        else:
-            raise ValueError(name)
         around = [*HERE.glob("*.h"), *KERNELS.glob("*.cuh"), *KERNELS.glob("*.h")]
         flags = (*KERNEL_FLAGS, *(CHECKED_FLAGS if checked else ()), *INSTRUMENT)
         folder = self._once(f"{name}-{'checked' if checked else 'fast'}", flags, [*cuda, *plain, *around],
@@ -148,22 +146,28 @@ class Builder:
         return "".join(f"{key} = {value!r}\n" for key, value in values.items())
 
     def _build_pycuda(self, into: Path) -> None:
-        work = into.parent / "work"
-        (work / "stub").mkdir(parents=True)
+        work = into.parent
+        (work / "stub").mkdir()
         # Something to link against: the name inside is all that counts, the symbols may stay open.
         (work / "stub.c").write_text("int cuInit(unsigned flags) { return (int)flags; }\n", "utf-8")
         run([self.cxx, "-x", "c", "-shared", "-fPIC", "-Wl,-soname,libcuda.so.1", "-o", work / "stub" / "libcuda.so",
              work / "stub.c"])
-        pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "--no-input"]
-        run([*pip, "download", "--no-deps", "--no-binary", "pycuda", "-d", work, f"pycuda=={PYCUDA}"])
-        with tarfile.open(next(work.glob("pycuda-*.tar.gz"))) as archive:
-            archive.extractall(work, filter="data")
-        source = next(path for path in work.glob("pycuda-*") if path.is_dir())
-        (source / "siteconf.py").write_text(self._siteconf(work / "stub"), "utf-8")
-        run([*pip, "wheel", "--no-deps", "-w", work / "wheels", source])
-        wheel = next((work / "wheels").glob("*.whl"))
-        # Without numpy: the child takes the one of this environment, against which the wheel was not built in vain.
-        run([*pip, "install", "--target", into, "--no-deps", "--no-compile", wheel, *PYCUDA_NEEDS])
+        # Its settings are read from the source folder or from this file in the home folder; the latter takes one
+        # command of pip, the former three. pip itself goes on with what it finds in the real home.
+        home = work / "home"
+        home.mkdir()
+        (home / ".aksetup-defaults.py").write_text(self._siteconf(work / "stub"), "utf-8")
+        real = Path.home()
+        for name in (".pip", ".netrc"):
+            if (real / name).exists():
+                (home / name).symlink_to(real / name)
+        run([sys.executable, "-m", "pip", "--disable-pip-version-check", "--no-input", "wheel", "--no-deps",
+             "--no-binary", "pycuda", "-w", work / "wheels", f"pycuda=={PYCUDA}"], HOME=str(home),
+            XDG_CONFIG_HOME=os.environ.get("XDG_CONFIG_HOME", str(real / ".config")),
+            XDG_CACHE_HOME=os.environ.get("XDG_CACHE_HOME", str(real / ".cache")))
+        # `import pycuda.driver` needs nothing but numpy, which the child takes from this environment.
+        with zipfile.ZipFile(next((work / "wheels").glob("*.whl"))) as wheel:
+            wheel.extractall(into)
 
     def _build_driver(self, into: Path, sources: Sequence[Path], wanted: Iterable[str]) -> None:
         work = into.parent
@@ -200,5 +204,13 @@ class Builder:
             return list(threads.map(one, units))
 
 
-# What `import pycuda.driver` needs besides numpy.
-PYCUDA_NEEDS = ("pytools", "platformdirs", "mako", "markupsafe", "typing_extensions", "siphash24")
+def main() -> None:
+    """``python -m tests.cuda.driver.build FOLDER``: everything that does not depend on the product's own kernels."""
+    builder = Builder(Path(sys.argv[1]))
+    print(builder.driver())
+    for checked in (False, True):
+        print(builder.image("toy", checked))
+
+
+if __name__ == "__main__":
+    main()

@@ -74,7 +74,7 @@ class Simulated:
         self._images: dict[tuple[str, bool], Path] = {}
 
     def call(self, scene: Callable[..., Any], *args: Any, seed: int = 0, policy: str = "uniform",
-             kernels: str | None = None, checked: bool = False, timeout_s: float = 60, **kwargs: Any) -> Any:
+             kernels: str | None = None, checked: bool = False, timeout_s: float = 120, **kwargs: Any) -> Any:
         """``scene(sim, *args, **kwargs)`` in a child, under that seed and policy. Its result, arguments and exception
         travel by pickle. Fails when the scene raises, when the driver has a report that the scene did not take, or
         when a context is left. ``kernels``: name of a module image of ``Builder.image``; ``checked``: the build whose
@@ -121,7 +121,7 @@ class Simulated:
         with contextlib.suppress(IndexError):
             return self._idle.pop()
         child = _Child(self.builder.driver(), self.builder.pycuda())
-        kind, value = child.answer(60)
+        kind, value = child.answer(120)
         if kind != "ready":
             child.close()
             raise SceneFailed(f"no child with the simulated driver: {value}")
