@@ -3,7 +3,8 @@ itself, kernel modules compiled for the host.
 
 Everything lands in one cache folder under a name with a hash of all that went in; another process may build the same
 at the same time (a lock per thing, a rename at the end). ``KVSTREAM_CUDA_ROOT`` names the folder with
-``include/cuda.h`` when it is not in a usual place; ``KVSTREAM_CUDA_CACHE`` a cache folder to share between checkouts.
+``include/cuda.h`` when it is not in a usual place; where there is none, two small wheels of NVIDIA's bring the headers.
+``KVSTREAM_CUDA_CACHE`` names a cache folder to share between checkouts.
 """
 
 from __future__ import annotations
@@ -26,7 +27,10 @@ HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[2]
 KERNELS = ROOT / "kvstream" / "cuda" / "kernels"
 PYCUDA = "2026.1"
+HEADERS = ("nvidia-cuda-runtime==13.0.96", "nvidia-cuda-profiler-api==13.0.85")
 KEPT = 6  # versions of one thing in the cache
+
+PIP = (sys.executable, "-m", "pip", "--disable-pip-version-check", "--no-input")
 
 DRIVER_SOURCES = ("memory", "schedule", "checker", "launch", "core", "api_device", "api_memory", "api_stream",
                   "api_module", "control")
@@ -43,16 +47,15 @@ class BuildFailed(Exception):
 
 
 class NothingToBuildWith(Exception):
-    """No C++ compiler, or no CUDA headers, on this machine."""
+    """No C++ compiler on this machine, or no CUDA headers and no way to fetch them."""
 
 
-def cuda_root() -> Path:
-    places = [os.environ.get("KVSTREAM_CUDA_ROOT"), "/usr/local/cuda-13.0", os.environ.get("CUDA_HOME"),
-              os.environ.get("CUDA_PATH"), "/usr/local/cuda", "/opt/cuda"]
-    for place in filter(None, places):
-        if (Path(place) / "include" / "cuda.h").is_file():
-            return Path(place)
-    raise NothingToBuildWith("no include/cuda.h: install the CUDA toolkit's headers, or set KVSTREAM_CUDA_ROOT")
+def cuda_root() -> Path | None:
+    """A CUDA toolkit, or at least its headers, on this machine."""
+    named = os.environ.get("KVSTREAM_CUDA_ROOT")
+    places = [named] if named else ["/usr/local/cuda-13.0", os.environ.get("CUDA_HOME"), os.environ.get("CUDA_PATH"),
+                                    "/usr/local/cuda", "/opt/cuda"]
+    return next((Path(place) for place in places if place and (Path(place) / "include" / "cuda.h").is_file()), None)
 
 
 def run(command: Sequence[str | Path], cwd: Path | None = None, **environment: str) -> str:
@@ -68,12 +71,16 @@ class Builder:
     """All builds of one cache folder."""
 
     def __init__(self, cache: Path) -> None:
-        self.cache = cache
+        self.cache = cache.resolve()
         self.cache.mkdir(parents=True, exist_ok=True)
         self.cxx = os.environ.get("CXX", "g++")
         if shutil.which(self.cxx) is None:
             raise NothingToBuildWith(f"no C++ compiler {self.cxx}")
-        self.root = cuda_root()
+        self._machine: tuple[str, ...] = ()
+        try:
+            self.root = cuda_root() or self._once("headers", HEADERS, [], self._fetch_headers)
+        except BuildFailed as failed:
+            raise NothingToBuildWith(f"no include/cuda.h here (KVSTREAM_CUDA_ROOT), and {failed}") from None
         header = (self.root / "include" / "cuda.h").read_bytes()
         self._machine = (run([self.cxx, "--version"]).splitlines()[0], hashlib.sha256(header).hexdigest())
 
@@ -145,6 +152,17 @@ class Builder:
                   "CUDART_LIB_DIR": [], "CUDART_LIBNAME": [], "CXXFLAGS": ["-O1", "-g0", "-w"], "LDFLAGS": []}
         return "".join(f"{key} = {value!r}\n" for key, value in values.items())
 
+    def _fetch_headers(self, into: Path) -> None:
+        work = into.parent / "wheels"
+        run([*PIP, "download", "--no-deps", "--only-binary", ":all:", "-d", work, *HEADERS])
+        for path in work.glob("*.whl"):
+            with zipfile.ZipFile(path) as wheel:
+                for name in wheel.namelist():
+                    _, include, below = name.partition("/include/")
+                    if include and below.endswith(".h") and "/" not in below:
+                        (into / "include").mkdir(exist_ok=True)
+                        (into / "include" / below).write_bytes(wheel.read(name))
+
     def _build_pycuda(self, into: Path) -> None:
         work = into.parent
         (work / "stub").mkdir()
@@ -161,8 +179,8 @@ class Builder:
         for name in (".pip", ".netrc"):
             if (real / name).exists():
                 (home / name).symlink_to(real / name)
-        run([sys.executable, "-m", "pip", "--disable-pip-version-check", "--no-input", "wheel", "--no-deps",
-             "--no-binary", "pycuda", "-w", work / "wheels", f"pycuda=={PYCUDA}"], HOME=str(home),
+        run([*PIP, "wheel", "--no-deps", "--no-binary", "pycuda", "-w", work / "wheels", f"pycuda=={PYCUDA}"],
+            HOME=str(home),
             XDG_CONFIG_HOME=os.environ.get("XDG_CONFIG_HOME", str(real / ".config")),
             XDG_CACHE_HOME=os.environ.get("XDG_CACHE_HOME", str(real / ".cache")))
         # `import pycuda.driver` needs nothing but numpy, which the child takes from this environment.
