@@ -18,6 +18,7 @@ struct InLaunch {
     sigjmp_buf back;
     std::string why;
     CUresult error = CUDA_SUCCESS;
+    struct sigaction previous {};
 };
 
 InLaunch &in_launch() {
@@ -59,14 +60,14 @@ void on_segv(int signal, siginfo_t *info, void *) {
         std::string where = ours ? " touches " + describe(address) : text;
         leave(CUDA_ERROR_ILLEGAL_ADDRESS, op_text(*state().running) + where);
     }
-    // Not ours: say where, and die as usual. gdb has been seen to hang on this process.
+    // Not ours: say where, and let whoever was there before (Python's faulthandler) say more. gdb has been seen to hang on
+    // this process.
     const char head[] = "libcuda (simulated): segmentation fault outside of a launch\n";
     if (write(2, head, sizeof head - 1) < 0) {
     }
     void *frames[64];
     backtrace_symbols_fd(frames, backtrace(frames, 64), 2);
-    ::signal(signal, SIG_DFL);
-    raise(signal);
+    sigaction(signal, &now.previous, nullptr);
 }
 
 void catch_faults() {
@@ -81,8 +82,11 @@ void catch_faults() {
     struct sigaction action {};
     action.sa_sigaction = on_segv;
     action.sa_flags = SA_SIGINFO | SA_ONSTACK | SA_NODEFER;
-    sigaction(SIGSEGV, &action, nullptr);
+    static bool installed = false;
+    if (installed) return;
+    installed = true;
     sigaction(SIGBUS, &action, nullptr);
+    sigaction(SIGSEGV, &action, &in_launch().previous);
 }
 
 const SimHost &host_table() {

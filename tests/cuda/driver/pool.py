@@ -80,7 +80,8 @@ class Simulated:
         when a context is left. ``kernels``: name of a module image of ``Builder.image``; ``checked``: the build whose
         accesses the happens-before checker sees."""
         request = {"module": scene.__module__, "name": scene.__qualname__, "args": args, "kwargs": kwargs,
-                   "seed": seed, "policy": policy, "image": self._image(kernels, checked), "checked": checked}
+                   "seed": seed, "policy": policy, "image": self._image(kernels, checked), "checked": checked,
+                   "timeout_s": timeout_s}
         child = self._child()
         child.connection.send(request)
         kind, value = child.answer(timeout_s)

@@ -449,8 +449,13 @@ def hang(sim: Sim) -> None:
 
 
 def crash(sim: Sim) -> None:
+    """After a launch, when the driver's own handler is in place."""
     import ctypes
 
+    with context() as cuda:
+        launch = kernel(cuda.module_from_buffer(sim.kernels), "toy_report", "")
+        launch(None)
+        cuda.Context.synchronize()
     ctypes.string_at(8)
 
 

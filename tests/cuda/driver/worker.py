@@ -65,6 +65,7 @@ def main() -> None:
             request = connection.recv()
         except EOFError:
             break
+        faulthandler.dump_traceback_later(request["timeout_s"] * 0.9)  # before the parent loses patience
         try:
             answer = ("result", play(sim, request))
         except BaseException:
@@ -72,6 +73,8 @@ def main() -> None:
             seen = "".join(f"\nreported: {line}" for line in sim.reports())
             connection.send(("error", traceback.format_exc() + seen))
             break
+        finally:
+            faulthandler.cancel_dump_traceback_later()
         connection.send(answer)
     sys.stderr.flush()
     os._exit(0)  # not through PyCUDA's teardown, which aborts when a context is still on its stack
