@@ -27,6 +27,10 @@ sim *args:
 storm *args:
     STORM_RUNS="${STORM_RUNS:-200}" {{python}} -m pytest tests/sim/test_storm.py {{args}}
 
+# PyCUDA on the simulated CUDA driver, each number of seeds times CUDA_FUZZ
+fuzz-cuda *args:
+    CUDA_FUZZ="${CUDA_FUZZ:-20}" {{python}} -m pytest tests/cuda {{args}}
+
 # A real model on a real llama.cpp server
 demo *args:
     {{python}} -m kvstream demo {{args}}

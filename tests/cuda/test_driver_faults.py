@@ -8,7 +8,7 @@ import pytest
 
 from tests.cuda.driver import scenes
 from tests.cuda.driver.control import POLICIES
-from tests.cuda.driver.pool import Simulated
+from tests.cuda.driver.pool import Simulated, only
 
 SEEDS = 48  # eight of each policy
 
@@ -23,14 +23,14 @@ def test_a_missing_event_is_reported_on_every_schedule(simulated: Simulated, eve
 def test_a_missing_event_gives_wrong_values_on_some_schedules(simulated: Simulated, event: str) -> None:
     results = simulated.seeds(scenes.stream_pages, SEEDS, without=event, kernels="toy", checker=False)
     wrong = sum(value != scenes.expected_state() for value, _ in results)
-    assert wrong >= 4, f"{wrong} of {SEEDS}"
+    assert wrong >= len(results) // 12, f"{wrong} of {len(results)}"
     assert not any(lines for _, lines in results)
 
 
 def test_the_host_that_does_not_wait_is_seen_by_value_and_by_what_it_says_it_reads(simulated: Simulated) -> None:
     results = simulated.seeds(scenes.stream_pages, SEEDS, without="wait", kernels="toy")
     assert all(any(line.startswith("host-access: ") for line in lines) for _, lines in results)
-    assert sum(value != scenes.expected_state() for value, _ in results) >= SEEDS // 2
+    assert sum(value != scenes.expected_state() for value, _ in results) >= len(results) // 2
 
 
 @pytest.mark.parametrize("scene", [scenes.free_pinned_too_early, scenes.free_device_too_early])
@@ -41,7 +41,7 @@ def test_memory_freed_under_a_copy_is_reported_on_every_schedule(simulated: Simu
 
 
 def test_a_source_that_the_host_changes_is_reported_on_every_schedule(simulated: Simulated) -> None:
-    assert simulated.seeds(scenes.change_source, SEEDS) == [{"source-changed"}] * SEEDS
+    assert only(simulated.seeds(scenes.change_source, SEEDS)) == {"source-changed"}
 
 
 def test_a_result_read_too_early_is_neither_old_nor_new(simulated: Simulated) -> None:
@@ -77,7 +77,7 @@ def test_a_kernel_out_of_bounds_leaves_an_error_that_sticks(simulated: Simulated
 def test_the_fast_build_finds_a_write_beside_an_allocation_in_its_guards(simulated: Simulated, offset: int) -> None:
     sticks, later, reports = simulated.call(scenes.kernel_out_of_bounds, offset, kernels="toy")
     assert not sticks and later == ""
-    assert [line.split(":")[0] for line in reports] == ["guard"]
+    assert [line.split(":")[0] for line in reports] == ["guard"] and "seen after toy_wild" in reports[0]
 
 
 @pytest.mark.parametrize("checked", [False, True])
@@ -105,7 +105,7 @@ def test_memory_that_nobody_wrote_is_reported_when_a_kernel_reads_it(simulated: 
 
 
 def test_one_shared_byte_is_a_race(simulated: Simulated) -> None:
-    assert simulated.seeds(scenes.neighbours, 12, overlap=1) == [{"race"}] * 12
+    assert only(simulated.seeds(scenes.neighbours, 12, overlap=1)) == {"race"}
 
 
 def test_an_atomic_update_and_a_plain_write_are_a_race(simulated: Simulated) -> None:

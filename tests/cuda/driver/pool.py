@@ -26,6 +26,13 @@ class SceneFailed(AssertionError):
     """A scene raised, was reported by the driver, died or took too long. Says with which seed and policy."""
 
 
+def only(results: Iterable[Any]) -> Any:
+    """What all results are, under whatever schedule; fails when there are two."""
+    first, *rest = results
+    assert all(result == first for result in rest), (first, next(result for result in rest if result != first))
+    return first
+
+
 class _Child:
     def __init__(self, driver: Path, site: Path) -> None:
         ours, theirs = socket.socketpair()
@@ -106,7 +113,8 @@ class Simulated:
 
     def seeds(self, scene: Callable[..., Any], number: int, policies: Iterable[str] | None = None,
               **shared: Any) -> list[Any]:
-        """``each`` over ``number`` seeds with the policies in turn."""
+        """``each`` over ``number`` seeds with the policies in turn; ``just fuzz-cuda`` makes it many times as many."""
+        number *= int(os.environ.get("CUDA_FUZZ") or 1)
         pairs = schedules(number, policies) if policies is not None else schedules(number)
         return self.each(scene, [{"seed": seed, "policy": policy} for seed, policy in pairs], **shared)
 

@@ -125,11 +125,15 @@ def free_pinned_too_early(sim: Sim, wait: bool = False) -> set[str]:
 
 
 def free_device_too_early(sim: Sim, wait: bool = False) -> set[str]:
+    """Another stream that waits is no wait of the host."""
     with context() as cuda:
         host, device, stream = _buffers(cuda)
+        other, event = cuda.Stream(NON_BLOCKING), cuda.Event()
         cuda.memcpy_htod_async(device, host, stream)
+        event.record(stream)
+        other.wait_for_event(event)
         if wait:
-            stream.synchronize()
+            other.synchronize()
         device.free()
         cuda.Context.synchronize()
         return {line.split(":")[0] for line in sim.take_reports()}
@@ -315,6 +319,18 @@ def events(sim: Sim) -> tuple[int, int, bool]:
                 return pending, polls, False
         cuda.Context.synchronize()
         return pending, polls, True
+
+
+def left_over(sim: Sim) -> list[int]:
+    """How much is pending after each of six enqueued operations."""
+    with context() as cuda:
+        device, stream = cuda.mem_alloc(64), cuda.Stream(NON_BLOCKING)
+        found = []
+        for _ in range(6):
+            cuda.memset_d8_async(device, 1, 64, stream)
+            found.append(sim.get("pending"))
+        cuda.Context.synchronize()
+        return [*found, sim.get("pending")]
 
 
 def pageable(sim: Sim) -> tuple[float, int]:
