@@ -34,6 +34,11 @@ def test_one_seed_replays_exactly(simulated: Simulated) -> None:
     assert all(sorted(trace) == sorted(first[0]) for trace in first)
 
 
+def test_the_addresses_are_the_same_in_every_run(simulated: Simulated) -> None:
+    found = only([simulated.call(scenes.addresses) for _ in range(3)])
+    assert len(set(found)) == 3 and all(address % 256 == 0 for address in found)
+
+
 def test_the_policies_run_in_different_orders(simulated: Simulated) -> None:
     def orders(policy: str) -> list[tuple[int, ...]]:
         traces = simulated.seeds(scenes.replay, 12, policies=[policy], kernels="toy")
@@ -85,6 +90,18 @@ def test_pageable_memory_is_staged_and_counted(simulated: Simulated) -> None:
 
 def test_neighbouring_rows_of_two_streams_do_not_conflict(simulated: Simulated) -> None:
     assert only(simulated.seeds(scenes.neighbours, 12, overlap=0)) == set()
+
+
+@pytest.mark.parametrize("how", ["stream", "event", "query", "done", "context"])
+def test_an_order_that_comes_from_the_host_is_an_order(simulated: Simulated, how: str) -> None:
+    assert only(simulated.seeds(scenes.through_the_host, 12, how=how)) == set()
+
+
+def test_many_readers_raise_no_false_alarm(simulated: Simulated) -> None:
+    assert only(simulated.seeds(scenes.third_reader, 12, waits=True)) == []
+    results = simulated.seeds(scenes.many_readers, 12, left_out=0)
+    assert all(kinds == set() for _, kinds in results)
+    assert any(evicted for evicted, _ in results)  # more than a granule remembers
 
 
 def test_atomic_updates_do_not_conflict_with_each_other(simulated: Simulated) -> None:

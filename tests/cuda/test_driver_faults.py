@@ -104,6 +104,21 @@ def test_memory_that_nobody_wrote_is_reported_when_a_kernel_reads_it(simulated: 
     assert line.startswith("uninitialised: toy_fold") and "+0x3c" in line  # through the copy, to the value
 
 
+def test_no_wait_of_the_host_is_no_order(simulated: Simulated) -> None:
+    assert only(simulated.seeds(scenes.through_the_host, 12, how="")) == {"race"}
+
+
+def test_a_read_that_is_ordered_hides_no_write_from_one_that_is_not(simulated: Simulated) -> None:
+    for lines in simulated.seeds(scenes.third_reader, 24, waits=False):
+        (line,) = lines
+        assert line.startswith("race: ") and "memset(s1" in line and "d2d(s3" in line
+
+
+def test_a_writer_that_misses_most_of_many_readers_is_reported(simulated: Simulated) -> None:
+    results = simulated.seeds(scenes.many_readers, 12, left_out=5)
+    assert all(kinds == {"race"} for _, kinds in results)
+
+
 def test_one_shared_byte_is_a_race(simulated: Simulated) -> None:
     assert only(simulated.seeds(scenes.neighbours, 12, overlap=1)) == {"race"}
 

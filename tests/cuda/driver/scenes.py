@@ -102,6 +102,12 @@ def replay(sim: Sim) -> list[str]:
     return sim.trace()
 
 
+def addresses(sim: Sim) -> list[int]:
+    with context() as cuda:
+        kept = [cuda.mem_alloc(size) for size in (1, 5000, 4096)]
+        return [int(address) for address in kept]
+
+
 # --- one fault each: the scene returns the kinds of the reports -------------------------------------------------------
 
 
@@ -267,6 +273,65 @@ def neighbours(sim: Sim, overlap: int) -> set[str]:
             cuda.memset_d8_async(int(device) + 37 * row, row, 37 + (overlap if row < 7 else 0), stream)
         cuda.Context.synchronize()
         return {line.split(":")[0] for line in sim.take_reports()}
+
+
+def through_the_host(sim: Sim, how: str) -> set[str]:
+    """One stream writes, another reads, and the order comes from the host's wait between the two."""
+    with context() as cuda:
+        host, device, one = _buffers(cuda)
+        other, event, target = cuda.Stream(NON_BLOCKING), cuda.Event(), cuda.pagelocked_empty(host.shape, np.float32)
+        cuda.memcpy_htod_async(device, host, one)
+        event.record(one)
+        if how == "stream":
+            one.synchronize()
+        elif how == "event":
+            event.synchronize()
+        elif how == "query":
+            while not event.query():
+                pass
+        elif how == "done":
+            while not one.is_done():
+                pass
+        elif how == "context":
+            cuda.Context.synchronize()
+        cuda.memcpy_dtoh_async(target, device, other)
+        cuda.Context.synchronize()
+        return {line.split(":")[0] for line in sim.take_reports()}
+
+
+def third_reader(sim: Sim, waits: bool) -> list[str]:
+    """One writes, a second one that waits for it reads, a third one reads: the second's read hides nothing."""
+    with context() as cuda:
+        device, copies = cuda.mem_alloc(64), cuda.mem_alloc(128)
+        first, second, third = (cuda.Stream(NON_BLOCKING) for _ in range(3))
+        event = cuda.Event()
+        cuda.memset_d8_async(device, 1, 64, first)
+        event.record(first)
+        second.wait_for_event(event)
+        if waits:
+            third.wait_for_event(event)
+        cuda.memcpy_dtod_async(copies, device, 64, second)
+        cuda.memcpy_dtod_async(int(copies) + 64, device, 64, third)
+        cuda.Context.synchronize()
+        return sim.take_reports()
+
+
+def many_readers(sim: Sim, left_out: int) -> tuple[int, set[str]]:
+    """Ten streams read what one then overwrites, having waited for all of them but ``left_out`` of them."""
+    with context() as cuda:
+        device, copies = cuda.mem_alloc(64), cuda.mem_alloc(640)
+        writer, readers = cuda.Stream(NON_BLOCKING), [cuda.Stream(NON_BLOCKING) for _ in range(10)]
+        cuda.memset_d8(device, 1, 64)
+        cuda.Context.synchronize()
+        for number, reader in enumerate(readers):
+            cuda.memcpy_dtod_async(int(copies) + 64 * number, device, 64, reader)
+            event = cuda.Event()
+            event.record(reader)
+            if number >= left_out:
+                writer.wait_for_event(event)
+        cuda.memset_d8_async(device, 2, 64, writer)
+        cuda.Context.synchronize()
+        return sim.get("checker_evictions"), {line.split(":")[0] for line in sim.take_reports()}
 
 
 def atomics(sim: Sim, plain: bool) -> tuple[int, set[str]]:
