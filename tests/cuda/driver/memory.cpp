@@ -12,7 +12,7 @@ namespace {
 struct Arena {
     uintptr_t begin = 0, next = 0;
     std::map<uintptr_t, std::unique_ptr<Alloc>> allocs;  // by base; freed ones stay, so that a late use has a name
-    Alloc *last = nullptr;
+    std::array<Alloc *, 256> recent{};  // by address: kernels go to and fro between a few
     uint32_t made = 0;
     uint64_t device = 0, host = 0;
 
@@ -111,19 +111,19 @@ void forget_memory() {
     mprotect(begin, a.next - a.begin, PROT_NONE);
     a.next = a.begin;
     a.allocs.clear();
-    a.last = nullptr;
+    a.recent.fill(nullptr);
     a.made = 0;
 }
 
 Alloc *find(uintptr_t address) {
     Arena &a = arena();
-    if (a.last && address >= a.last->base && address < a.last->end()) return a.last;
+    Alloc *&recent = a.recent[address / kPage % a.recent.size()];
+    if (recent && address >= recent->base && address < recent->end()) return recent;
     auto after = a.allocs.upper_bound(address);
     if (after == a.allocs.begin()) return nullptr;
     Alloc *alloc = std::prev(after)->second.get();
     if (address >= alloc->end()) return nullptr;
-    a.last = alloc;
-    return alloc;
+    return recent = alloc;
 }
 
 Alloc *covering(const Range &range) {
