@@ -25,7 +25,7 @@ OWN_IMPORTS: tuple[tuple[str, str | None], ...] = (
     (r"core(\..*)?", r"core(\..*)?"),
     (r"adapters(\..*)?", r"adapters(\..*)?|core\.types"),
     (r"config(_\w+)?", r"config(_\w+)?|errors"),
-    (CUDA_PURE, rf"{CUDA_PURE}|core\.types"),
+    (CUDA_PURE, rf"{CUDA_PURE}|core\.types|errors"),
     (r"cuda(\..*)?", r"cuda(\..*)?|core\.types|errors"),
     (r"gateway\.(?!serve|library|demo|dashboard)\w+", r"(?!cli|bench|native|__main__).*"),
     (r".*", None),

@@ -6,7 +6,10 @@ larger ring lets copies run further ahead of the computation, and costs resident
 has three parts.
 
 * The **target** for a context: the most residents with which the ring still holds ``ring_tenths`` / 10 times what one
-  layer streams. With 11 tenths, a layer's pages can all be on their way while the layer before it computes.
+  layer streams. With 11 tenths, a layer's pages can all be on their way while the layer before it computes. Nor need
+  it hold more than the link carries in the time of one layer (``Feedback.lead``), if that is known: cells come free
+  while a layer attends, so only the time in which none does has to be bridged. Each cell of a ring that is larger than
+  that costs a resident page, hence a copy per step. That bound is ours; the rest follows the work this descends from.
 * The **decision**, once per step. A step of decode that crosses into a new page is where the target moves, so there
   the split jumps to it when too much is resident. Otherwise feedback decides, slowly: pages that came late although the
   link had idle time are cured by a larger ring; a ring that is hardly used is given back. Pages that come late over a
@@ -51,13 +54,15 @@ class Feedback:
 
     ``samples`` and ``misses`` only ever grow: batches of pages looked at, and those of them that came after the kernel
     that needed them could have begun. ``busy``: share of the last step in which a copy ran. ``peak``: the most cells of
-    the ring in use, as a share of the ring.
+    the ring in use, as a share of the ring. ``lead``: pages that the link carries while one layer computes; 0 where
+    it is not known.
     """
 
     samples: int = 0
     misses: int = 0
     busy: float = 0.0
     peak: float = 0.0
+    lead: int = 0
 
 
 @frozen
@@ -116,9 +121,14 @@ class Policy:
         return self.cells - self.resident * self.layers
 
     def target(self, active_pages: int) -> int:
-        """The most residents per layer that leave a ring of ``ring_tenths`` / 10 times a layer's streamed pages, and
-        no smaller than it was at first. 0 when there is no such number."""
+        """The most residents per layer that leave a ring of ``ring_tenths`` / 10 times a layer's streamed pages, or of
+        what the link carries in the time of a layer, and no smaller than it was at first. 0 when there is no such
+        number."""
         most = min(active_pages, (self.cells - self.ring_min) // self.layers)
+        enough = min(most, (self.cells - self.heard.lead) // self.layers) if self.heard.lead > 0 else 0
+        return max(enough, self._shared(active_pages, most))
+
+    def _shared(self, active_pages: int, most: int) -> int:
         # cells - most * layers >= tenths / 10 * (active - most), solved for `most` where that is not yet true.
         lacking = self.ring_tenths * (active_pages - most) - 10 * (self.cells - most * self.layers)
         gain = 10 * self.layers - self.ring_tenths

@@ -193,22 +193,44 @@ def test_lateness_costs_one_resident_page_and_no_more() -> None:
     assert split.resident == 290
 
 
+# --- a ring that is enough --------------------------------------------------------------------------------------------
+
+
+def test_a_ring_need_not_hold_more_than_the_link_carries_meanwhile() -> None:
+    policy, split = Policy.opened(POOL_CELLS, 16).step(640, 1)
+    assert (split.resident, split.ring) == (291, 385)
+    for step in range(1, 2 + COOLDOWN):
+        policy, split = policy.step(640, 1, Feedback(step, 0, busy=0.95, peak=1.0, lead=240))
+    assert (split.resident, split.ring) == (299, 257) and policy.target(640) == 300
+    # As many layers stream as there are, each the same: a smaller ring does not hold a concentrated share.
+    assert max(split.streamed(640)) - min(split.streamed(640)) <= 1
+
+
+@pytest.mark.parametrize(("lead", "target"), [(0, 291), (1, 314), (17, 314), (18, 313), (385, 291), (386, 291),
+                                              (9999, 291)])
+def test_the_smaller_of_the_two_rings_is_enough(lead: int, target: int) -> None:
+    policy = Policy.opened(POOL_CELLS, 16)
+    assert evolve(policy, heard=Feedback(lead=lead)).target(640) == target
+
+
 # --- every pool -------------------------------------------------------------------------------------------------------
 
 POOLS = st.tuples(st.integers(1, 3000), st.integers(1, 80), st.sampled_from([0, 3, 10, 11, 25]))
 
 
-@given(POOLS, st.integers(1, 2000))
-def test_the_target_is_the_largest_that_leaves_enough(pool: tuple[int, int, int], active: int) -> None:
-    policy = Policy.opened(*pool)
+@given(POOLS, st.integers(1, 2000), st.sampled_from([0, 1, 5, 50, 500, 5000]))
+def test_the_target_is_the_largest_that_leaves_enough(pool: tuple[int, int, int], active: int, lead: int) -> None:
+    policy = evolve(Policy.opened(*pool), heard=Feedback(lead=lead))
     cells, layers, tenths = pool
     allowed = [resident for resident in range(min(active, (cells - policy.ring_min) // layers) + 1)
-               if 10 * (cells - resident * layers) >= tenths * (active - resident)]
+               if 10 * (cells - resident * layers) >= tenths * (active - resident)
+               or 0 < lead <= cells - resident * layers]
     assert policy.target(active) == max(allowed, default=0)
 
 
 STEP = st.tuples(st.integers(1, 300), st.sampled_from([1, 4, PREFILL]),
-                 st.none() | st.tuples(st.integers(0, 9), st.integers(0, 9), st.floats(0, 1), st.floats(0, 1)))
+                 st.none() | st.tuples(st.integers(0, 9), st.integers(0, 9), st.floats(0, 1), st.floats(0, 1),
+                                          st.sampled_from([0, 0, 7, 60])))
 
 
 @given(POOLS, st.lists(STEP, max_size=150))
