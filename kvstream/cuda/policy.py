@@ -9,7 +9,8 @@ has three parts.
   layer streams. With 11 tenths, a layer's pages can all be on their way while the layer before it computes. Nor need
   it hold more than the link carries in the time of one layer (``Feedback.lead``), if that is known: cells come free
   while a layer attends, so only the time in which none does has to be bridged. Each cell of a ring that is larger than
-  that costs a resident page, hence a copy per step. That bound is ours; the rest follows the work this descends from.
+  that costs a resident page, hence a copy per step. That bound is ours, and with it the split
+  follows it at once, since a change costs no more than it fetches; the rest is as in the work this descends from.
 * The **decision**, once per step. A step of decode that crosses into a new page is where the target moves, so there
   the split jumps to it when too much is resident. Otherwise feedback decides, slowly: pages that came late although the
   link had idle time are cured by a larger ring; a ring that is hardly used is given back. Pages that come late over a
@@ -170,7 +171,7 @@ class Policy:
             policy = policy._counted(seen, overfull, may_shrink=policy.resident > floor)
         if entering and overfull:
             return policy._repartitioned(target)
-        if is_over and policy.resident < floor:
+        if (is_over or policy.heard.lead > 0) and policy.resident < floor:
             return policy._repartitioned(floor)
         if is_over and policy.starved >= STARVED_MIN and policy.resident > 0:
             return policy._repartitioned(target if overfull else policy.resident - 1)

@@ -199,9 +199,12 @@ def test_lateness_costs_one_resident_page_and_no_more() -> None:
 def test_a_ring_need_not_hold_more_than_the_link_carries_meanwhile() -> None:
     policy, split = Policy.opened(POOL_CELLS, 16).step(640, 1)
     assert (split.resident, split.ring) == (291, 385)
-    for step in range(1, 2 + COOLDOWN):
-        policy, split = policy.step(640, 1, Feedback(step, 0, busy=0.95, peak=1.0, lead=240))
+    policy, split = policy.step(640, 1, Feedback(1, 0, busy=0.95, peak=1.0, lead=240))
     assert (split.resident, split.ring) == (299, 257) and policy.target(640) == 300
+    for step in range(2, 500):  # what is measured is never quite the same
+        late = Feedback(step, step - 1, busy=0.95, peak=1.0, lead=240 + step % 3 * 8)
+        policy, split = policy.step(640, 1, late)
+        assert split.resident == 299
     # As many layers stream as there are, each the same: a smaller ring does not hold a concentrated share.
     assert max(split.streamed(640)) - min(split.streamed(640)) <= 1
 
@@ -261,7 +264,7 @@ def test_any_life_of_a_pool(pool: tuple[int, int, int], steps: list[Any]) -> Non
             assert shares[-1] - shares[0] <= 1, "split layers share alike"
             assert shares[-1] <= split.ring or len(shares) == layers, "a share beyond the ring, and layers to spare"
         entered = tokens != PREFILL and active != before.layout_pages
-        if policy.resident != before.resident and not entered:
+        if policy.resident != before.resident and not entered and not policy.heard.lead:
             assert quiet >= COOLDOWN
         quiet = 0 if policy.resident != before.resident else quiet + 1
 
