@@ -49,9 +49,13 @@ def pytest_collection_finish(session: pytest.Session) -> None:
             preexec_fn=lambda: os.nice(15))
 
 
-def pytest_sessionfinish(session: pytest.Session) -> None:
+def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
     started = session.config.stash.get(BUILD, None)
-    if started is not None and started.poll() is None:
+    if started is None or started.poll() is not None:
+        return
+    if os.environ.get("PYTEST_XDIST_WORKER") and exitstatus != pytest.ExitCode.INTERRUPTED:
+        started.wait()  # the other process of the tests may be waiting for just this build
+    else:
         os.killpg(started.pid, signal.SIGTERM)  # pip and compilers too
         started.wait()
 
