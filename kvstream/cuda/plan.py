@@ -1,0 +1,345 @@
+"""One step as a frozen list of operations: what is copied when, what waits for what, which pages are attended together.
+
+Theory of operation. A step runs all layers for some new tokens of some sequences, and each layer looks at every page of
+each of them, from the first to the tail. The pages of the step are put in an order that does not change (sequences by
+creation, then by place, shared pages once). Of each layer the split names how many of the first ones are *kept*; tails,
+the pages that grow, are kept always. What is kept and not there yet is fetched. All other pages *pass*: in every step
+they are uploaded into the ring, attended and dropped.
+
+**The stream of uploads** is the layers in order, and in each layer its pages in order, cut into chunks. A chunk has one
+``Ready``, is attended by one *wave* and frees its cells together. Uploads are enqueued as early as cells allow: at the
+beginning of the step as much as the ring takes, then again after each wave. So while a layer computes, copies are in
+later layers already, and after the last layer in the first layers of the next step, whatever the width of the step is.
+Where the ring is smaller than what a layer streams, the layer simply takes several turns.
+
+**The ring** goes round a whole number of times per step: of its cells only so many are used that the last lap is (all
+but) full. Then a page has the same cell in every step, the operations of two steps are equal but for the rows that are
+written, and the second is made of the first (``memo``).
+
+**New rows** usually fit in the tail. A wide step fills pages: those that are not kept live in a few cells of their own,
+the *zone*, for the time of one layer. The next layer writes there once the rows are saved.
+
+**A new split** frees and fetches the difference. Pages that were kept and now pass are not dropped at once: they are in
+the ring already, so this step need not upload them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from itertools import repeat
+from typing import Final, Protocol
+
+import numpy as np
+from attrs import define
+
+from .demand import Demand, Part, Shares, demand_of, kept_of, parts_of
+from .ops import Entry, Fold, Folding, Op, Write
+from .placing import place
+from .ring import FREE, NEVER, SAVE, Cells, Residency
+from .steady import Counts, Memo, Plan, rewritten, rows_of, unsettled_after
+
+__all__ = ["Counts", "Plan", "Shape", "plan_step"]
+
+WAVE_PAGES_MAX: Final = 96
+WAVES_PER_RING: Final = 4  # while one is attended, three are on their way
+TABLE_ROWS_MAX: Final = 32  # of one sequence; more are a prefill, where the running form reads each page once for all
+
+
+class Shape(Protocol):
+    """What is needed of a ``layout.Geometry``."""
+
+    @property
+    def layers(self) -> int: ...
+
+    @property
+    def page_tokens(self) -> int: ...
+
+
+def plan_step(
+    residency: Residency, split: Shares, batch: Sequence[tuple[int, int, int]], tables: Mapping[int, tuple[int, ...]],
+    geometry: Shape, *, table_slots: int | None = None, ahead: bool = True,
+) -> Plan:
+    """The plan of one step.
+
+    *batch*: (sequence, tokens before, new tokens), rows in this order; ids ascend with creation. *tables*: of each
+    sequence its host pages, at least those for all its tokens; pages that are written belong to nobody else.
+    *table_slots*: partial results (a row over a page) that fit in the table; steps with more use the running form.
+    *ahead*: copy for the next step already, as if it had the same sequences. Pure: the residency passed in stays valid.
+
+    Errors: ``AccountingBug`` for a batch that cannot be, or a pool with fewer than ``layout.cells_min`` cells.
+    """
+    parts = parts_of(batch, tables, geometry.page_tokens)
+    fold = _folding(parts, table_slots)
+    memo = residency.memo
+    if isinstance(memo, Memo) and memo.fits(residency, split, parts, fold, ahead):
+        return memo.repeated(residency, parts, geometry.page_tokens)
+    return _Step(residency, split, demand_of(parts), geometry, fold, ahead).plan()
+
+
+def _folding(parts: tuple[Part, ...], table_slots: int | None) -> Folding:
+    narrow = max(part.new for part in parts) <= TABLE_ROWS_MAX
+    slots = sum(part.new * len(part.pages) for part in parts)
+    return "table" if narrow and (table_slots is None or slots <= table_slots) else "running"
+
+
+@define(eq=False)
+class _Chunk:
+    """Pages of one layer that are uploaded, awaited and attended together. ``order``: its place in the stream of
+    uploads. ``turn``: the place of its first page among all pages that pass, or -1 when the pages are kept."""
+
+    order: int
+    layer: int
+    pages: list[int]
+    turn: int
+    batch: int = -1
+
+    @property
+    def passing(self) -> bool:
+        return self.turn >= 0
+
+
+class _Step:
+    """Builds the plan of one step."""
+
+    def __init__(self, residency: Residency, split: Shares, demand: Demand, geometry: Shape, fold: Folding,
+                 ahead: bool) -> None:
+        self.start, self.split, self.demand, self.fold, self.ahead = residency, split, demand, fold, ahead
+        self.page_tokens = geometry.page_tokens
+        self.rows = rows_of(demand.parts, self.page_tokens)
+        self.cells = Cells(residency.held)
+        self.kept = kept_of(split.layer_pages, demand, residency.cells)
+        self.places = place(self.cells, demand, self.kept, split.ring)
+        self.free = {cell for cell in self.places.ring if self.cells.holder[cell] == FREE}
+        self.found = list(self.places.found)
+        self.left: dict[int, tuple[int, int]] = {}  # what was last in a cell of the ring
+        self.count = {"found": len(self.found), "moved": self.places.moved, "freed": self.places.freed}
+        self.layer = 0  # whose turn it is
+        self.stream: list[_Chunk] = []
+        self.at = 0  # the first chunk that is not uploaded yet
+        self.firsts: list[_Chunk | None] = []  # of each layer, pages that must be there before rows are written
+        self.waves: list[list[_Chunk]] = []  # of each layer, what is attended chunk by chunk
+        self.next: list[_Chunk] = []  # how the stream of the next step begins
+        self.next_at = 0
+        self._cut()
+
+    def plan(self) -> Plan:
+        residency, parts = self.start, self.demand.parts
+        self._fill()
+        begin = self._enqueued()
+        again = rewritten(residency.unsettled, self.rows)
+        held = [int(cell) for cell in self.cells.cell_of[:, list(again)].ravel() if cell != FREE]
+        self.cells.compute_after(NEVER, max((int(self.cells.taken[cell]) for cell in held), default=NEVER))
+        settling = self._enqueued()
+        before, append, attend = [], [], []
+        for layer in range(len(self.waves)):
+            self.layer = layer
+            ops = self._append()
+            write = next(at for at, op in enumerate(ops) if isinstance(op, Write))
+            before.append(ops[:write])
+            append.append(ops)
+            attend.append(self._attend())
+        append[0] = (*settling, *append[0])
+        counts = Counts(**self.count)
+        after = self.cells.settled()
+        unsettled = unsettled_after(residency.unsettled, self.rows, again, bool(settling))
+        memo = None
+        if all(part.first == len(part.pages) - 1 for part in parts) and after.same(residency.held):
+            after = residency.held
+            cells = tuple(tuple(int(after.cell_of[layer, part.pages[-1]]) for part in parts)
+                          for layer in range(len(append)))
+            memo = Memo(after, tuple(self.split.layer_pages), self.split.ring, parts, self.fold, self.ahead, begin,
+                        tuple(before), cells, tuple(attend), (), self.cells.clocks.noted(SAVE), counts)
+        return Plan(begin, tuple(append), tuple(attend), (), Residency(after, unsettled, memo), counts)
+
+    def _enqueued(self) -> tuple[Op, ...]:
+        ops = tuple(self.cells.out)
+        self.cells.out = []
+        return ops
+
+    def _add(self, name: str, number: int) -> None:
+        self.count[name] = self.count.get(name, 0) + number
+
+    # --- the stream of uploads ----------------------------------------------------------------------------------------
+
+    def _cut(self) -> None:
+        """Cut what each layer needs into chunks."""
+        circle = len(self.places.ring) if self.kept.passing else 0
+        size = max(1, min(WAVE_PAGES_MAX, circle // WAVES_PER_RING)) if circle else WAVE_PAGES_MAX
+        pages = np.array(self.demand.pages, np.int64)
+        plain = np.ones(len(pages), np.bool_)
+        plain[list(self.demand.filled)] = False
+        turn = next_turn = 0
+        for layer, kept in enumerate(self.kept.layer_pages):
+            held = self.cells.cell_of[layer]
+            growing = [part.pages[part.first] for part in self.demand.parts if part.before % self.page_tokens]
+            keep = frozenset((*self.demand.pages[:kept], *self.demand.tails))
+            missing = [page for page in growing if page in keep and held[page] == FREE]
+            self.firsts.append(self._chunk(self.stream, layer, missing, -1) if missing else None)
+            coming = self.cells.coming(held[pages[:kept]]) & plain[:kept]
+            fetched, passing = pages[:kept][coming].tolist(), pages[kept:][plain[kept:]].tolist()
+            chunks = [self._chunk(self.stream, layer, fetched[at : at + size], -1)
+                      for at in range(0, len(fetched), size)]
+            chunks += [self._chunk(self.stream, layer, passing[at : at + size], turn + at)
+                       for at in range(0, len(passing), size)]
+            self.waves.append(chunks)
+            turn += len(passing)
+            then = pages[kept:].tolist()
+            for at in range(0, len(then), size):
+                self._chunk(self.next, layer, then[at : at + size], next_turn + at)
+            next_turn += len(then)
+
+    @staticmethod
+    def _chunk(stream: list[_Chunk], layer: int, pages: list[int], turn: int) -> _Chunk:
+        chunk = _Chunk(len(stream), layer, pages, turn)
+        stream.append(chunk)
+        return chunk
+
+    def _fill(self, must: _Chunk | None = None) -> None:
+        """Enqueue uploads as far as there are cells; up to ``must`` in any case."""
+        while self.at < len(self.stream):
+            chunk = self.stream[self.at]
+            if not self._upload(chunk, must is not None and chunk.order <= must.order):
+                return
+            self.at += 1
+        if self.ahead:
+            self._fill_ahead()
+
+    def _upload(self, chunk: _Chunk, must: bool) -> bool:
+        """As much of a chunk as there are cells for; whether that was all."""
+        held = self.cells.cell_of[chunk.layer]
+        pages, into = [], []
+        for at, page in enumerate(chunk.pages):
+            if held[page] == FREE:
+                cell = self._cell(chunk, at, must)
+                if cell is None:
+                    break
+                self.cells.hold(chunk.layer, page, cell)
+                pages.append(page)
+                into.append(cell)
+        else:
+            self._copied(chunk, pages, into)
+            if chunk.batch >= 0:
+                self.cells.ready(chunk.batch)
+            return True
+        self._copied(chunk, pages, into)
+        return False
+
+    def _copied(self, chunk: _Chunk, pages: list[int], into: list[int]) -> None:
+        if not pages:
+            return
+        if chunk.batch < 0:
+            chunk.batch = self.cells.clocks.batch()
+        self._add("copies", self.cells.upload(chunk.layer, pages, into, chunk.batch))
+        self._add("uploads", len(pages))
+        if not chunk.passing:
+            self._add("fetched", len(pages))
+        if chunk.layer > self.layer:
+            self._add("early", len(pages))
+
+    def _cell(self, chunk: _Chunk, at: int, must: bool) -> int | None:
+        if not chunk.passing:
+            return self.places.keepers.popleft()
+        home = self.places.ring[(chunk.turn + at) % len(self.places.ring)]
+        if home in self.free:
+            self.free.remove(home)
+            return home
+        if self.free:  # the ring is not in step yet
+            cell = min(self.free)
+            self.free.remove(cell)
+            return cell
+        while must and self.found:  # the last page that was there already will have to come again
+            layer, page = self.found.pop()
+            if self.cells.cell_of[layer, page] != FREE:
+                self._add("freed", 1)
+                self._add("found", -1)
+                return self.cells.drop(layer, page)
+        return None
+
+    def _fill_ahead(self) -> None:
+        """Whole chunks of the next step, each page in the cell that it will have in every step."""
+        ring, held = self.places.ring, self.cells.cell_of
+        while self.next_at < len(self.next):
+            chunk = self.next[self.next_at]
+            homes = ring[chunk.turn : chunk.turn + len(chunk.pages)]
+            if (chunk.layer > self.layer or len(homes) < len(chunk.pages) or not self.free.issuperset(homes)
+                    or (held[chunk.layer, chunk.pages] != FREE).any()):
+                return
+            pages, into = [], []
+            for page, home in zip(chunk.pages, homes, strict=True):
+                self.free.remove(home)
+                self.cells.hold(chunk.layer, page, home)
+                if self.left.get(home) != (chunk.layer, page):
+                    pages.append(page)
+                    into.append(home)
+            self._copied(chunk, pages, into)
+            self._add("ahead", len(pages))
+            if pages:
+                self.cells.ready(chunk.batch)
+            self.next_at += 1
+
+    # --- one layer ----------------------------------------------------------------------------------------------------
+
+    def _append(self) -> tuple[Op, ...]:
+        layer, cells = self.layer, self.cells
+        first = self.firsts[layer]
+        if first is not None:
+            self._fill(first)
+        kept = frozenset((*self.demand.pages[: self.kept.layer_pages[layer]], *self.demand.tails))
+        zone, fresh = iter(self.places.zone), []
+        for part in self.demand.parts:
+            for index in range(part.first, len(part.pages)):
+                page = part.pages[index]
+                if cells.cell_of[layer, page] != FREE:
+                    continue
+                cell = self.places.keepers.popleft() if page in kept else next(zone)
+                cells.hold(layer, page, cell)
+                if index == part.first and part.before % self.page_tokens:  # rows that are only on the host
+                    chunk = _Chunk(-1, layer, [page], -1)
+                    self._copied(chunk, [page], [cell])
+                    cells.ready(chunk.batch)
+                else:
+                    fresh.append(page)
+        cells.write(layer, self.rows, fresh)
+        return self._enqueued()
+
+    def _attend(self) -> tuple[Op, ...]:
+        """Wave 0 is of what is there; then one wave for each chunk. In the running form, pages wait for those before
+        them."""
+        layer, cells, chunks = self.layer, self.cells, self.waves[self.layer]
+        wave_of = np.zeros(cells.pages, np.int64)
+        for wave, chunk in enumerate(chunks, 1):
+            wave_of[chunk.pages] = wave
+        tables = [(part.sequence, np.array(part.pages, np.int64)) for part in self.demand.parts]
+        waves = [wave_of[pages] for _, pages in tables]
+        if self.fold == "running":
+            waves = [np.maximum.accumulate(wave) for wave in waves]
+        number = 0
+        for wave in range(len(chunks) + 1):
+            if wave:
+                self._fill(chunks[wave - 1])
+            entries: list[Entry] = []
+            for (sequence, pages), waves_of in zip(tables, waves, strict=True):
+                index = np.flatnonzero(waves_of == wave)
+                if len(index):
+                    entries += zip(repeat(sequence), index.tolist(), cells.cell_of[layer, pages[index]].tolist())
+            if entries:
+                cells.attend(layer, number, tuple(entries), self.fold, last=wave == len(chunks))
+                number += 1
+            if wave:
+                self._release(chunks[wave - 1])
+        written = frozenset(page for _, _, page, _ in self.rows)
+        for page in self.demand.pages[self.kept.layer_pages[layer] :]:
+            if page in written:
+                cells.drop(layer, page)
+        self._add("waves", number)
+        if self.fold == "table":
+            cells.out.append(Fold(layer))
+        return self._enqueued()
+
+    def _release(self, chunk: _Chunk) -> None:
+        if chunk.passing:
+            for page in chunk.pages:
+                cell = self.cells.drop(chunk.layer, page)
+                self.free.add(cell)
+                self.left[cell] = chunk.layer, page
+        self._fill()
