@@ -9,7 +9,6 @@ leave holes of one page) is put together: kept pages are fetched again, out of i
 
 from __future__ import annotations
 
-from collections import deque
 from typing import Final
 
 import numpy as np
@@ -17,7 +16,7 @@ from attrs import frozen
 from numpy.typing import NDArray
 
 from .demand import Demand, Kept
-from .ring import FREE, Cells
+from .ring import FREE, Cells, Ids
 
 RING_CELLS_MIN: Final = 64  # a smaller ring is not worth putting together
 PIECE_CELLS_MIN: Final = 16  # nor one whose pieces are as long as this on average
@@ -28,8 +27,8 @@ class Places:
     """``keepers``: as many cells as there are kept pages without one. ``ring``: cells in the order in which pages take
     them, some of them held by pages that pass (``found``, in order: layer and page). ``zone``: for filled pages."""
 
-    keepers: deque[int]
-    ring: tuple[int, ...]
+    keepers: Ids
+    ring: Ids
     zone: tuple[int, ...]
     found: list[tuple[int, int]]
     freed: int
@@ -51,7 +50,7 @@ def place(cells: Cells, demand: Demand, kept: Kept, ring_wanted: int) -> Places:
     gone += others[stay:] + found[max(0, ring - kept.zone) :]
     del found[max(0, ring - kept.zone) :]
     for layer, page in gone:
-        cells.drop(layer, page)
+        cells.drop(layer, np.array([page]))
     moved = _put_together(cells, keep, demand, found, ring) if kept.passing and ring >= RING_CELLS_MIN else 0
 
     missing = int(np.count_nonzero(cells.cell_of[keep] == FREE))
@@ -62,7 +61,7 @@ def place(cells: Cells, demand: Demand, kept: Kept, ring_wanted: int) -> Places:
         laps = -(-kept.passing // len(circle))
         circle = circle[: -(-kept.passing // laps)]
     assert layers * len(tails) + sum(kept.layer_pages) + ring <= len(cells.holder)
-    return Places(deque(keepers), tuple(circle), zone, found, len(gone), moved)
+    return Places(np.array(keepers, np.int64), np.array(circle, np.int64), zone, found, len(gone), moved)
 
 
 def _others(cells: Cells, keep: NDArray[np.bool_], demand: Demand) -> list[tuple[int, int]]:
@@ -88,7 +87,8 @@ def _passing(cells: Cells, demand: Demand, kept: Kept) -> tuple[list[tuple[int, 
 
 
 def _free(cells: Cells) -> list[int]:
-    return [cell for cell, holder in enumerate(cells.holder) if holder == FREE]
+    free: list[int] = np.flatnonzero(cells.holder == FREE).tolist()
+    return free
 
 
 def _pieces(cells: list[int]) -> list[list[int]]:
@@ -119,6 +119,6 @@ def _put_together(cells: Cells, keep: NDArray[np.bool_], demand: Demand, found: 
     movable[:, list(demand.tails)] = False
     moved = 0
     for layer, page in np.argwhere(movable & (cells.cell_of >= len(cells.holder) - ring)).tolist():
-        cells.drop(layer, page)
+        cells.drop(layer, np.array([page]))
         moved += 1
     return moved

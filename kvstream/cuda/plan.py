@@ -35,7 +35,7 @@ from attrs import define
 from .demand import Demand, Part, Shares, demand_of, kept_of, parts_of
 from .ops import Entry, Fold, Folding, Op, Write
 from .placing import place
-from .ring import FREE, NEVER, SAVE, Cells, Residency
+from .ring import FREE, NEVER, SAVE, Cells, Ids, Residency
 from .steady import Counts, Memo, Plan, rewritten, rows_of, unsettled_after
 
 __all__ = ["Counts", "Plan", "Shape", "plan_step"]
@@ -89,7 +89,7 @@ class _Chunk:
 
     order: int
     layer: int
-    pages: list[int]
+    pages: Ids
     turn: int
     batch: int = -1
 
@@ -109,9 +109,12 @@ class _Step:
         self.cells = Cells(residency.held)
         self.kept = kept_of(split.layer_pages, demand, residency.cells)
         self.places = place(self.cells, demand, self.kept, split.ring)
-        self.free = {cell for cell in self.places.ring if self.cells.holder[cell] == FREE}
+        self.keepers_used = 0
+        self.ring = self.places.ring
+        self.free = np.zeros(residency.cells, np.bool_)  # cells of the ring without a page
+        self.free[self.ring] = self.cells.holder[self.ring] == FREE
+        self.left = np.full(residency.cells, FREE, np.int64)  # what was last in a cell of the ring, as in `holder`
         self.found = list(self.places.found)
-        self.left: dict[int, tuple[int, int]] = {}  # what was last in a cell of the ring
         self.count = {"found": len(self.found), "moved": self.places.moved, "freed": self.places.freed}
         self.layer = 0  # whose turn it is
         self.stream: list[_Chunk] = []
@@ -173,23 +176,23 @@ class _Step:
             held = self.cells.cell_of[layer]
             growing = [part.pages[part.first] for part in self.demand.parts if part.before % self.page_tokens]
             keep = frozenset((*self.demand.pages[:kept], *self.demand.tails))
-            missing = [page for page in growing if page in keep and held[page] == FREE]
-            self.firsts.append(self._chunk(self.stream, layer, missing, -1) if missing else None)
+            missing = np.array([page for page in growing if page in keep and held[page] == FREE], np.int64)
+            self.firsts.append(self._chunk(self.stream, layer, missing, -1) if len(missing) else None)
             coming = self.cells.coming(held[pages[:kept]]) & plain[:kept]
-            fetched, passing = pages[:kept][coming].tolist(), pages[kept:][plain[kept:]].tolist()
+            fetched, passing = pages[:kept][coming], pages[kept:][plain[kept:]]
             chunks = [self._chunk(self.stream, layer, fetched[at : at + size], -1)
                       for at in range(0, len(fetched), size)]
             chunks += [self._chunk(self.stream, layer, passing[at : at + size], turn + at)
                        for at in range(0, len(passing), size)]
             self.waves.append(chunks)
             turn += len(passing)
-            then = pages[kept:].tolist()
+            then = pages[kept:]
             for at in range(0, len(then), size):
                 self._chunk(self.next, layer, then[at : at + size], next_turn + at)
             next_turn += len(then)
 
     @staticmethod
-    def _chunk(stream: list[_Chunk], layer: int, pages: list[int], turn: int) -> _Chunk:
+    def _chunk(stream: list[_Chunk], layer: int, pages: Ids, turn: int) -> _Chunk:
         chunk = _Chunk(len(stream), layer, pages, turn)
         stream.append(chunk)
         return chunk
@@ -206,74 +209,72 @@ class _Step:
 
     def _upload(self, chunk: _Chunk, must: bool) -> bool:
         """As much of a chunk as there are cells for; whether that was all."""
-        held = self.cells.cell_of[chunk.layer]
-        pages, into = [], []
-        for at, page in enumerate(chunk.pages):
-            if held[page] == FREE:
-                cell = self._cell(chunk, at, must)
-                if cell is None:
-                    break
-                self.cells.hold(chunk.layer, page, cell)
-                pages.append(page)
-                into.append(cell)
-        else:
-            self._copied(chunk, pages, into)
-            if chunk.batch >= 0:
-                self.cells.ready(chunk.batch)
-            return True
+        missing = np.flatnonzero(self.cells.cell_of[chunk.layer, chunk.pages] == FREE)
+        into = self._cells_for(chunk, missing, must) if len(missing) else missing
+        pages = chunk.pages[missing[: len(into)]]
+        self.cells.hold(chunk.layer, pages, into)
         self._copied(chunk, pages, into)
-        return False
+        if len(into) < len(missing):
+            return False
+        if chunk.batch >= 0:
+            self.cells.ready(chunk.batch)
+        return True
 
-    def _copied(self, chunk: _Chunk, pages: list[int], into: list[int]) -> None:
-        if not pages:
+    def _copied(self, chunk: _Chunk, pages: Ids, into: Ids, ahead: bool = False) -> None:
+        if not len(pages):
             return
         if chunk.batch < 0:
-            chunk.batch = self.cells.clocks.batch()
+            chunk.batch = self.cells.clocks.batch(ahead)
         self._add("copies", self.cells.upload(chunk.layer, pages, into, chunk.batch))
         self._add("uploads", len(pages))
         if not chunk.passing:
             self._add("fetched", len(pages))
-        if chunk.layer > self.layer:
+        if ahead:
+            self._add("ahead", len(pages))
+        elif chunk.layer > self.layer:
             self._add("early", len(pages))
 
-    def _cell(self, chunk: _Chunk, at: int, must: bool) -> int | None:
+    def _cells_for(self, chunk: _Chunk, missing: Ids, must: bool) -> Ids:
+        """Cells for the pages of a chunk at these places, or for the first few of them."""
         if not chunk.passing:
-            return self.places.keepers.popleft()
-        home = self.places.ring[(chunk.turn + at) % len(self.places.ring)]
-        if home in self.free:
-            self.free.remove(home)
-            return home
-        if self.free:  # the ring is not in step yet
-            cell = min(self.free)
-            self.free.remove(cell)
-            return cell
-        while must and self.found:  # the last page that was there already will have to come again
+            self.keepers_used += len(missing)
+            return self.places.keepers[self.keepers_used - len(missing) : self.keepers_used]
+        homes = self.ring[(chunk.turn + missing) % len(self.ring)]
+        busy = np.flatnonzero(~self.free[homes])
+        cells = homes[: busy[0]] if len(busy) else homes
+        self.free[cells] = False
+        if len(cells) == len(homes):
+            return cells
+        # The ring is full, or not in step yet: any cell will do.
+        free = np.flatnonzero(self.free)[: len(homes) - len(cells)]
+        self.free[free] = False
+        cells = np.concatenate((cells, free))
+        while must and len(cells) < len(homes):
+            cells = np.append(cells, self._taken_back())
+        return cells
+
+    def _taken_back(self) -> Ids:
+        """The cell of the last page that was found in the ring; it will have to come again."""
+        while True:
             layer, page = self.found.pop()
             if self.cells.cell_of[layer, page] != FREE:
                 self._add("freed", 1)
                 self._add("found", -1)
-                return self.cells.drop(layer, page)
-        return None
+                return self.cells.drop(layer, np.array([page]))
 
     def _fill_ahead(self) -> None:
         """Whole chunks of the next step, each page in the cell that it will have in every step."""
-        ring, held = self.places.ring, self.cells.cell_of
         while self.next_at < len(self.next):
             chunk = self.next[self.next_at]
-            homes = ring[chunk.turn : chunk.turn + len(chunk.pages)]
-            if (chunk.layer > self.layer or len(homes) < len(chunk.pages) or not self.free.issuperset(homes)
-                    or (held[chunk.layer, chunk.pages] != FREE).any()):
+            homes = self.ring[chunk.turn : chunk.turn + len(chunk.pages)]
+            if (chunk.layer > self.layer or len(homes) < len(chunk.pages) or not self.free[homes].all()
+                    or (self.cells.cell_of[chunk.layer, chunk.pages] != FREE).any()):
                 return
-            pages, into = [], []
-            for page, home in zip(chunk.pages, homes, strict=True):
-                self.free.remove(home)
-                self.cells.hold(chunk.layer, page, home)
-                if self.left.get(home) != (chunk.layer, page):
-                    pages.append(page)
-                    into.append(home)
-            self._copied(chunk, pages, into)
-            self._add("ahead", len(pages))
-            if pages:
+            self.free[homes] = False
+            self.cells.hold(chunk.layer, chunk.pages, homes)
+            gone = self.left[homes] != self.cells.holder[homes]
+            self._copied(chunk, chunk.pages[gone], homes[gone], ahead=True)
+            if chunk.batch >= 0:
                 self.cells.ready(chunk.batch)
             self.next_at += 1
 
@@ -291,11 +292,11 @@ class _Step:
                 page = part.pages[index]
                 if cells.cell_of[layer, page] != FREE:
                     continue
-                cell = self.places.keepers.popleft() if page in kept else next(zone)
-                cells.hold(layer, page, cell)
+                chunk = _Chunk(-1, layer, np.array([page]), -1)
+                cell = self._cells_for(chunk, np.array([0]), True) if page in kept else np.array([next(zone)])
+                cells.hold(layer, chunk.pages, cell)
                 if index == part.first and part.before % self.page_tokens:  # rows that are only on the host
-                    chunk = _Chunk(-1, layer, [page], -1)
-                    self._copied(chunk, [page], [cell])
+                    self._copied(chunk, chunk.pages, cell)
                     cells.ready(chunk.batch)
                 else:
                     fresh.append(page)
@@ -318,19 +319,20 @@ class _Step:
             if wave:
                 self._fill(chunks[wave - 1])
             entries: list[Entry] = []
+            into: list[int] = []
             for (sequence, pages), waves_of in zip(tables, waves, strict=True):
                 index = np.flatnonzero(waves_of == wave)
-                if len(index):
-                    entries += zip(repeat(sequence), index.tolist(), cells.cell_of[layer, pages[index]].tolist())
+                mine = cells.cell_of[layer, pages[index]].tolist()
+                entries += zip(repeat(sequence), index.tolist(), mine)
+                into += mine
             if entries:
-                cells.attend(layer, number, tuple(entries), self.fold, last=wave == len(chunks))
+                cells.attend(layer, number, tuple(entries), np.array(into), self.fold, last=wave == len(chunks))
                 number += 1
             if wave:
                 self._release(chunks[wave - 1])
         written = frozenset(page for _, _, page, _ in self.rows)
-        for page in self.demand.pages[self.kept.layer_pages[layer] :]:
-            if page in written:
-                cells.drop(layer, page)
+        passed = [page for page in self.demand.pages[self.kept.layer_pages[layer] :] if page in written]
+        cells.drop(layer, np.array(passed, np.int64))
         self._add("waves", number)
         if self.fold == "table":
             cells.out.append(Fold(layer))
@@ -338,8 +340,7 @@ class _Step:
 
     def _release(self, chunk: _Chunk) -> None:
         if chunk.passing:
-            for page in chunk.pages:
-                cell = self.cells.drop(chunk.layer, page)
-                self.free.add(cell)
-                self.left[cell] = chunk.layer, page
+            cells = self.cells.drop(chunk.layer, chunk.pages)
+            self.free[cells] = True
+            self.left[cells] = chunk.layer * self.cells.pages + chunk.pages
         self._fill()

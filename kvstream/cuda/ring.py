@@ -58,6 +58,8 @@ FREE: Final = -1
 
 Vector: TypeAlias = tuple[int, int, int]
 Positions: TypeAlias = NDArray[np.int64]
+Ids: TypeAlias = NDArray[np.int64]
+"""Pages or cells."""
 Spans: TypeAlias = tuple[tuple[int, int], ...]
 """Rows [from, to) of a page, ascending and apart."""
 
@@ -69,8 +71,8 @@ class Held:
     ``cell_of``[layer, host page] and ``holder``[cell] (layer * host pages + page) are each other's inverse.
     """
 
-    cell_of: NDArray[np.int32]
-    holder: NDArray[np.int32]
+    cell_of: Ids
+    holder: Ids
     used: Positions
     loaded: Positions
     taken: Positions
@@ -103,7 +105,7 @@ class Residency:
         of_page = np.full((layers, host_pages), NEVER, np.int64)
         none = (NEVER, NEVER)
         known = ((0, *none), (NEVER, 0, NEVER), (*none, 0))
-        return cls(Held(np.full((layers, host_pages), FREE, np.int32), np.full(cells, FREE, np.int32),
+        return cls(Held(np.full((layers, host_pages), FREE, np.int64), np.full(cells, FREE, np.int64),
                         of_cell, of_cell, of_cell, of_page, of_page, known, ()))
 
     @property
@@ -179,11 +181,12 @@ class Clocks:
         """Names used up so far."""
         return self._names[stream]
 
-    def batch(self) -> int:
-        """The smallest name that no batch on its way has."""
-        name = 0
+    def batch(self, ahead: bool) -> int:
+        """The smallest name that no batch on its way has. Batches for the next step have odd ones, so that they have the
+        same in every step, whatever is still on its way in this one."""
+        name = int(ahead)
         while name in self.ready or name in self.open:
-            name += 1
+            name += 2
         self.open.add(name)
         return name
 
@@ -198,45 +201,43 @@ class Cells:
         self.out: list[Op] = []
         self.pages = held.cell_of.shape[1]
         self.cell_of = held.cell_of.copy()
-        self.holder: list[int] = held.holder.tolist()
+        self.holder = held.holder.copy()
         self.used, self.loaded, self.taken = held.used.copy(), held.loaded.copy(), held.taken.copy()
         self.read, self.written = held.read.copy(), held.written.copy()
         self.clocks = Clocks(held.known, held.ready)
 
     # --- who holds what -----------------------------------------------------------------------------------------------
 
-    def hold(self, layer: int, page: int, cell: int) -> None:
-        if self.holder[cell] != FREE or self.cell_of[layer, page] != FREE:
-            raise AccountingBug(f"cell {cell} for page {page} of layer {layer}: one of them is taken")
-        self.holder[cell] = layer * self.pages + page
-        self.cell_of[layer, page] = cell
+    def hold(self, layer: int, pages: Ids, cells: Ids) -> None:
+        if (self.holder[cells] != FREE).any() or (self.cell_of[layer, pages] != FREE).any():
+            raise AccountingBug(f"cells {cells} for pages {pages} of layer {layer}: some of them are taken")
+        self.holder[cells] = layer * self.pages + pages
+        self.cell_of[layer, pages] = cells
 
-    def drop(self, layer: int, page: int) -> int:
-        cell = int(self.cell_of[layer, page])
-        if cell == FREE:
-            raise AccountingBug(f"page {page} of layer {layer} has no cell to give back")
-        self.holder[cell] = FREE
-        self.cell_of[layer, page] = FREE
-        return cell
+    def drop(self, layer: int, pages: Ids) -> Ids:
+        """Returns the cells that were theirs."""
+        cells: Ids = self.cell_of[layer, pages]
+        if (cells == FREE).any():
+            raise AccountingBug(f"pages {pages} of layer {layer}: some have no cell to give back")
+        self.holder[cells] = FREE
+        self.cell_of[layer, pages] = FREE
+        return cells
 
-    def coming(self, cells: NDArray[np.int32]) -> NDArray[np.bool_]:
+    def coming(self, cells: Ids) -> NDArray[np.bool_]:
         """Which of these (cells of pages, FREE for none) are not there as far as compute knows."""
         there: NDArray[np.bool_] = (cells == FREE) | (self.loaded[cells] > self.clocks.known[COMPUTE][COPY])
         return there
 
     # --- operations ---------------------------------------------------------------------------------------------------
 
-    def upload(self, layer: int, pages: Sequence[int], cells: Sequence[int], batch: int) -> int:
+    def upload(self, layer: int, pages: Ids, cells: Ids, batch: int) -> int:
         """Pages into the cells that hold them, in as few copies as neighbours allow. Returns the number of copies."""
-        if not pages:
-            return 0
-        page, cell = np.array(pages, np.int64), np.array(cells, np.int64)
-        breaks = np.flatnonzero((np.diff(page) != 1) | (np.diff(cell) != 1)) + 1
+        breaks = (np.flatnonzero((pages[1:] - pages[:-1] != 1) | (cells[1:] - cells[:-1] != 1)) + 1).tolist()
         copies = 0
-        for start, end in zip([0, *breaks.tolist()], [*breaks.tolist(), len(pages)], strict=True):
+        for start, end in zip([0, *breaks], [*breaks, len(pages)], strict=True):
             for at in range(start, end, PAGES_PER_COPY_MAX):
-                to = min(end, at + PAGES_PER_COPY_MAX)
-                first_cell, first_page, count = cells[at], pages[at], to - at
+                count = min(end - at, PAGES_PER_COPY_MAX)
+                first_cell, first_page = int(cells[at]), int(pages[at])
                 into, source = slice(first_cell, first_cell + count), slice(first_page, first_page + count)
                 self._copy_after(
                     int(self.used[into].max()), int(max(self.taken[into].max(), self.written[layer, source].max())))
@@ -270,8 +271,8 @@ class Cells:
             self.out.append(Save(layer, cell, first, count, page))
             self.taken[cell] = self.written[layer, page] = self.clocks.did(SAVE)
 
-    def attend(self, layer: int, wave: int, entries: tuple[Entry, ...], fold: Folding, last: bool) -> None:
-        cells = [cell for _, _, cell in entries]
+    def attend(self, layer: int, wave: int, entries: tuple[Entry, ...], cells: Ids, fold: Folding, last: bool) -> None:
+        """``cells``: those of the entries."""
         self.compute_after(int(self.loaded[cells].max()), NEVER)
         self.out.append(Attend(layer, wave, entries, fold, last))
         self.used[cells] = self.clocks.did(COMPUTE)
@@ -339,7 +340,7 @@ class Cells:
         compute_heard = heard(known[COMPUTE][SAVE], saved_low, saved_high, now[SAVE] + 1)
         save_heard = heard(used_high, used_low, used_high, now[COMPUTE] + 1)
         return Held(
-            self.cell_of, np.array(self.holder, np.int32), asked(self.used, used_low, used_high), uploads(self.loaded),
+            self.cell_of, self.holder, asked(self.used, used_low, used_high), uploads(self.loaded),
             asked(self.taken, saved_low, saved_high), uploads(self.read), asked(self.written, saved_low, saved_high),
             ((0, NEVER, compute_heard), (NEVER, 0, copy_heard), (save_heard, NEVER, 0)),
             tuple((name, vector(of)) for name, of in self.clocks.ready.items()))
