@@ -182,8 +182,8 @@ class Clocks:
         return self._names[stream]
 
     def batch(self, ahead: bool) -> int:
-        """The smallest name that no batch on its way has. Batches for the next step have odd ones, so that they have the
-        same in every step, whatever is still on its way in this one."""
+        """The smallest name that no batch on its way has. Batches for the next step have odd ones, so that they have
+        the same in every step, whatever is still on its way in this one."""
         name = int(ahead)
         while name in self.ready or name in self.open:
             name += 2

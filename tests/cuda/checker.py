@@ -1,24 +1,24 @@
 """An independent judge of plans: it carries them out on paper and knows nothing of how they were made.
 
-Theory of operation. Every row of KV that is ever written gets a number of its own (its *version*), so that "the cell holds
-row 5 of page 3 of layer 1 as it was written last" is one comparison. Operations are carried out in the order of enqueueing,
-on versions instead of bytes: an upload copies versions from the host's rows to the cell's, a save copies them back, an
-attend looks whether each row it may see has the version that was written last.
+Theory of operation. Every row of KV that is ever written gets a number of its own (its *version*), so that "the cell
+holds row 5 of page 3 of layer 1 as it was written last" is one comparison. Operations are carried out in the order of
+enqueueing, on versions instead of bytes: an upload copies versions from the host's rows to the cell's, a save copies
+them back, an attend looks whether each row it may see has the version that was written last.
 
-On the device they need not happen in that order. So each stream has a vector clock; a record stores it, a wait joins the
-one that the latest record of that name stored, and nothing else orders two streams. Each row of each cell, and each row of
-each page in host memory, remembers who touched it when. A read that is not ordered after the last write, or a write that
-is not ordered after the last write and all reads since, is reported. When nothing is reported, every schedule that the
-device may choose gives what the order of enqueueing gives, and that was checked.
+On the device they need not happen in that order. So each stream has a vector clock; a record stores it, a wait joins
+the one that the latest record of that name stored, and nothing else orders two streams. Each row of each cell, and each
+row of each page in host memory, remembers who touched it when. A read that is not ordered after the last write, or a
+write that is not ordered after the last write and all reads since, is reported. When nothing is reported, every
+schedule that the device may choose gives what the order of enqueueing gives, and that was checked.
 
-What it also checks: every page of every sequence is attended exactly once per layer, in page order in the running form; new
-rows are written once and saved once; events are recorded before they are waited for; copies stay within bounds; and what
-the plan says is resident afterwards really is.
-"""
+What it also checks: every page of every sequence is attended exactly once per layer, in page order in the running form;
+new rows are written once and saved once; events are recorded before they are waited for; copies stay within bounds; and
+what the plan says is resident afterwards really is. """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from itertools import groupby
 from typing import Any
 
 import numpy as np
@@ -55,6 +55,7 @@ class Checker:
     def __init__(self, layers: int, host_pages: int, cells: int, page_tokens: int) -> None:
         self.layers, self.cells_count, self.page_tokens = layers, cells, page_tokens
         self.host, self.cells = Rows(layers, host_pages, page_tokens), Rows(cells, page_tokens)
+        self.holder = np.full(cells, NOBODY, np.int64)
         self.truth = np.full((layers, host_pages, page_tokens), NOBODY, np.int64)
         self.live = np.zeros(host_pages, np.int64)  # rows of each page that mean something
         self.clock = {stream: [0, 0, 0] for stream in STREAMS}
@@ -141,7 +142,7 @@ class Checker:
                     self._fault(f"sequence {sequence} is not attended in page order: {indices}")
             for wave in self.waves:
                 sequences = [sequence for sequence, _, _ in wave.entries]
-                if len([1 for a, b in zip(sequences, sequences[1:], strict=False) if a != b]) >= len(set(sequences)):
+                if len(list(groupby(sequences))) != len(set(sequences)):
                     self._fault("entries of a sequence are not together")
 
     def _residency(self, plan: Plan) -> None:
@@ -203,6 +204,7 @@ class Checker:
         self._touch("copy", self.host, source, write=False)
         self._touch("copy", self.cells, into, write=True)
         self.cells.version[into] = self.host.version[source]
+        self.holder[into] = self._key(op.layer, op.page) + np.arange(op.count)
 
     def _write(self, op: ops.Write) -> None:
         for row, count, cell, first in op.rows:
@@ -216,7 +218,10 @@ class Checker:
                 continue
             self.writes[row : row + count] += 1
             page, rows = self.tables[sequence][index], slice(first, first + count)
-            self._touch("compute", self.cells, (cell, rows), write=True)
+            # A cell that is given to another page is given as a whole: rows that come later will not ask again.
+            mine = self.holder[cell] == self._key(op.layer, page)
+            self._touch("compute", self.cells, (cell, rows if mine else slice(None)), write=True)
+            self.holder[cell] = self._key(op.layer, page)
             fresh = np.arange(self.versions + 1, self.versions + 1 + count)
             self.versions += count
             self.cells.version[cell, rows] = self.truth[op.layer, page, rows] = fresh
@@ -266,7 +271,10 @@ class Checker:
             rows.writer[where], rows.written[where] = me, clock[me]
             rows.read[where] = 0
         else:
-            rows.read[where + (Ellipsis, me) if isinstance(where, tuple) else (where, Ellipsis, me)] = clock[me]
+            rows.read[(*where, ..., me) if isinstance(where, tuple) else (where, ..., me)] = clock[me]
+
+    def _key(self, layer: int, page: int) -> int:
+        return layer * self.truth.shape[1] + page
 
     def _fault(self, text: str) -> None:
         self.faults.append(f"{self.where}: {text}")
