@@ -209,11 +209,12 @@ class _Step:
 
     def _upload(self, chunk: _Chunk, must: bool) -> bool:
         """As much of a chunk as there are cells for; whether that was all."""
-        missing = np.flatnonzero(self.cells.cell_of[chunk.layer, chunk.pages] == FREE)
+        missing = (self.cells.cell_of[chunk.layer, chunk.pages] == FREE).nonzero()[0]
         into = self._cells_for(chunk, missing, must) if len(missing) else missing
-        pages = chunk.pages[missing[: len(into)]]
-        self.cells.hold(chunk.layer, pages, into)
-        self._copied(chunk, pages, into)
+        if len(into):
+            pages = chunk.pages[missing[: len(into)]]
+            self.cells.hold(chunk.layer, pages, into)
+            self._copied(chunk, pages, into)
         if len(into) < len(missing):
             return False
         if chunk.batch >= 0:
@@ -221,8 +222,6 @@ class _Step:
         return True
 
     def _copied(self, chunk: _Chunk, pages: Ids, into: Ids, ahead: bool = False) -> None:
-        if not len(pages):
-            return
         if chunk.batch < 0:
             chunk.batch = self.cells.clocks.batch(ahead)
         self._add("copies", self.cells.upload(chunk.layer, pages, into, chunk.batch))
@@ -240,15 +239,15 @@ class _Step:
             self.keepers_used += len(missing)
             return self.places.keepers[self.keepers_used - len(missing) : self.keepers_used]
         homes = self.ring[(chunk.turn + missing) % len(self.ring)]
-        busy = np.flatnonzero(~self.free[homes])
-        cells = homes[: busy[0]] if len(busy) else homes
+        free = self.free[homes]
+        cells = homes if free.all() else homes[: free.argmin()]
         self.free[cells] = False
         if len(cells) == len(homes):
             return cells
         # The ring is full, or not in step yet: any cell will do.
-        free = np.flatnonzero(self.free)[: len(homes) - len(cells)]
-        self.free[free] = False
-        cells = np.concatenate((cells, free))
+        others = self.free.nonzero()[0][: len(homes) - len(cells)]
+        self.free[others] = False
+        cells = np.concatenate((cells, others))
         while must and len(cells) < len(homes):
             cells = np.append(cells, self._taken_back())
         return cells
@@ -273,8 +272,8 @@ class _Step:
             self.free[homes] = False
             self.cells.hold(chunk.layer, chunk.pages, homes)
             gone = self.left[homes] != self.cells.holder[homes]
-            self._copied(chunk, chunk.pages[gone], homes[gone], ahead=True)
-            if chunk.batch >= 0:
+            if gone.any():
+                self._copied(chunk, chunk.pages[gone], homes[gone], ahead=True)
                 self.cells.ready(chunk.batch)
             self.next_at += 1
 
@@ -307,26 +306,28 @@ class _Step:
         """Wave 0 is of what is there; then one wave for each chunk. In the running form, pages wait for those before
         them."""
         layer, cells, chunks = self.layer, self.cells, self.waves[self.layer]
-        wave_of = np.zeros(cells.pages, np.int64)
+        wave_of = np.zeros(cells.pages, np.int16)
         for wave, chunk in enumerate(chunks, 1):
             wave_of[chunk.pages] = wave
         tables = [(part.sequence, np.array(part.pages, np.int64)) for part in self.demand.parts]
         waves = [wave_of[pages] for _, pages in tables]
         if self.fold == "running":
             waves = [np.maximum.accumulate(wave) for wave in waves]
+        orders = [wave.argsort(kind="stable") for wave in waves]
+        starts = [wave[order].searchsorted(range(len(chunks) + 2)).tolist()
+                  for wave, order in zip(waves, orders, strict=True)]
         number = 0
         for wave in range(len(chunks) + 1):
             if wave:
                 self._fill(chunks[wave - 1])
             entries: list[Entry] = []
-            into: list[int] = []
-            for (sequence, pages), waves_of in zip(tables, waves, strict=True):
-                index = np.flatnonzero(waves_of == wave)
-                mine = cells.cell_of[layer, pages[index]].tolist()
-                entries += zip(repeat(sequence), index.tolist(), mine)
-                into += mine
+            into = []
+            for (sequence, pages), order, start in zip(tables, orders, starts, strict=True):
+                index = order[start[wave] : start[wave + 1]]
+                into.append(cells.cell_of[layer, pages[index]])
+                entries += zip(repeat(sequence), index.tolist(), into[-1].tolist())
             if entries:
-                cells.attend(layer, number, tuple(entries), np.array(into), self.fold, last=wave == len(chunks))
+                cells.attend(layer, number, tuple(entries), np.concatenate(into), self.fold, last=wave == len(chunks))
                 number += 1
             if wave:
                 self._release(chunks[wave - 1])

@@ -164,7 +164,10 @@ class Clocks:
         return compute, copy, save
 
     def join(self, stream: int, vector: Vector) -> None:
-        self.known[stream] = [max(pair) for pair in zip(self.known[stream], vector, strict=True)]
+        mine = self.known[stream]
+        for of in range(3):
+            if vector[of] > mine[of]:
+                mine[of] = vector[of]
 
     def note(self, stream: int) -> tuple[int, bool]:
         """The name of a record of all that is enqueued on a stream; whether it has yet to be made."""
@@ -232,20 +235,22 @@ class Cells:
 
     def upload(self, layer: int, pages: Ids, cells: Ids, batch: int) -> int:
         """Pages into the cells that hold them, in as few copies as neighbours allow. Returns the number of copies."""
-        breaks = (np.flatnonzero((pages[1:] - pages[:-1] != 1) | (cells[1:] - cells[:-1] != 1)) + 1).tolist()
+        used, saved = self.used[cells], np.maximum(self.taken[cells], self.written[layer, pages])
+        known = self.clocks.known[COPY]
+        unknown = (used > known[COMPUTE]) | (saved > known[SAVE])
+        waits = bool(unknown.any())
+        breaks = (((pages[1:] - pages[:-1] != 1) | (cells[1:] - cells[:-1] != 1)).nonzero()[0] + 1).tolist()
         copies = 0
         for start, end in zip([0, *breaks], [*breaks, len(pages)], strict=True):
             for at in range(start, end, PAGES_PER_COPY_MAX):
                 count = min(end - at, PAGES_PER_COPY_MAX)
-                first_cell, first_page = int(cells[at]), int(pages[at])
-                into, source = slice(first_cell, first_cell + count), slice(first_page, first_page + count)
-                self._copy_after(
-                    int(self.used[into].max()), int(max(self.taken[into].max(), self.written[layer, source].max())))
-                self.out.append(Upload(layer, first_page, first_cell, count, batch))
+                if waits:
+                    self._copy_after(int(used[at : at + count].max()), int(saved[at : at + count].max()))
+                self.out.append(Upload(layer, int(pages[at]), int(cells[at]), count, batch))
                 position = self.clocks.did(COPY)
-                self.loaded[into] = position
-                self.read[layer, source] = position
                 copies += 1
+        self.loaded[cells] = position  # of all of them: they have one record
+        self.read[layer, pages] = position
         return copies
 
     def ready(self, batch: int) -> None:
