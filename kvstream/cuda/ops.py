@@ -6,9 +6,9 @@ stream (``STREAM`` says which) in exactly the order of the plan, and adds nothin
 
 Events have names, small integers that are used again and again: ``Ready(3)`` records the event called 3 of the copy
 stream, ``Await(3)`` makes compute wait for it. As in CUDA a wait means *the latest record of that name that was
-enqueued before the wait*, also when the record was in the plan of an earlier step. So a record may reuse its event
-object, or take a fresh one each time; both are right. Each kind of record has names of its own: ``Ready(3)``,
-``Used(3)``, ``Saved(3)`` and ``Written(3)`` are four different events.
+enqueued before the wait*. So a record may reuse its event object, or take a fresh one each time; both are right. Each
+kind of record has names of its own: ``Ready(3)``, ``Used(3)``, ``Saved(3)`` and ``Written(3)`` are four different
+events. A ``Ready`` may be waited for in the next step or later, the others are in the same plan as their waits.
 
 A token's place inside its page is called its row here: token ``t`` of a sequence is row ``t % page_tokens`` of page
 number ``t // page_tokens`` of that sequence.

@@ -45,9 +45,9 @@ def place(cells: Cells, demand: Demand, kept: Kept, ring_wanted: int) -> Places:
     room = len(cells.holder) - int(np.count_nonzero(keep))
     others = _others(cells, keep, demand)
     stay = max(0, room - max(kept.ring_min, min(ring_wanted, kept.passing + kept.zone)))
-    found, gone = _passing(cells, demand, kept)
+    found = _passing(cells, demand, kept)
     ring = room - min(stay, len(others))
-    gone += others[stay:] + found[max(0, ring - kept.zone) :]
+    gone = others[stay:] + found[max(0, ring - kept.zone) :]
     del found[max(0, ring - kept.zone) :]
     for layer, page in gone:
         cells.drop(layer, np.array([page]))
@@ -72,18 +72,12 @@ def _others(cells: Cells, keep: NDArray[np.bool_], demand: Demand) -> list[tuple
     return list(zip(layer.tolist(), page.tolist(), strict=True))
 
 
-def _passing(cells: Cells, demand: Demand, kept: Kept) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
-    """Held pages of the step that are not kept, in the order in which they pass; and of those that are written in this
-    step, which do not pass and get a new cell."""
-    found: list[tuple[int, int]] = []
-    written: list[tuple[int, int]] = []
-    filled = frozenset(demand.filled)
+def _passing(cells: Cells, demand: Demand, kept: Kept) -> list[tuple[int, int]]:
+    """Held pages of the step that are not kept, in the order in which they pass. Among them are tails that fill up in
+    this step: they stay until their layer has been attended."""
     pages = np.array(demand.pages, np.int64)
-    for layer, number in enumerate(kept.layer_pages):
-        for at in np.flatnonzero(cells.cell_of[layer, pages[number:]] != FREE).tolist():
-            held = (layer, demand.pages[number + at])
-            (written if number + at in filled else found).append(held)
-    return found, written
+    return [(layer, demand.pages[number + at]) for layer, number in enumerate(kept.layer_pages)
+            for at in np.flatnonzero(cells.cell_of[layer, pages[number:]] != FREE).tolist()]
 
 
 def _free(cells: Cells) -> list[int]:

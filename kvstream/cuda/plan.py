@@ -115,8 +115,10 @@ class _Step:
         self.free[self.ring] = self.cells.holder[self.ring] == FREE
         self.left = np.full(residency.cells, FREE, np.int64)  # what was last in a cell of the ring, as in `holder`
         self.found = list(self.places.found)
+        self.zone = list(self.places.zone)
         self.count = {"found": len(self.found), "moved": self.places.moved, "freed": self.places.freed}
         self.layer = 0  # whose turn it is
+        self.written = -1  # the last layer whose new rows are written
         self.stream: list[_Chunk] = []
         self.at = 0  # the first chunk that is not uploaded yet
         self.firsts: list[_Chunk | None] = []  # of each layer, pages that must be there before rows are written
@@ -130,8 +132,9 @@ class _Step:
         self._fill()
         begin = self._enqueued()
         again = rewritten(residency.unsettled, self.rows)
-        held = [int(cell) for cell in self.cells.cell_of[:, list(again)].ravel() if cell != FREE]
-        self.cells.compute_after(NEVER, max((int(self.cells.taken[cell]) for cell in held), default=NEVER))
+        was, now = residency.held.cell_of[:, list(again)], self.cells.cell_of[:, list(again)]
+        stayed = now[(was == now) & ~self.cells.coming(now)]  # the others are filled anew, after their saves
+        self.cells.compute_after(NEVER, int(self.cells.taken[stayed].max(initial=NEVER)))
         settling = self._enqueued()
         before, append, attend = [], [], []
         for layer in range(len(self.waves)):
@@ -266,7 +269,7 @@ class _Step:
         while self.next_at < len(self.next):
             chunk = self.next[self.next_at]
             homes = self.ring[chunk.turn : chunk.turn + len(chunk.pages)]
-            if (chunk.layer > self.layer or len(homes) < len(chunk.pages) or not self.free[homes].all()
+            if (chunk.layer > self.written or len(homes) < len(chunk.pages) or not self.free[homes].all()
                     or (self.cells.cell_of[chunk.layer, chunk.pages] != FREE).any()):
                 return
             self.free[homes] = False
@@ -285,14 +288,17 @@ class _Step:
         if first is not None:
             self._fill(first)
         kept = frozenset((*self.demand.pages[: self.kept.layer_pages[layer]], *self.demand.tails))
-        zone, fresh = iter(self.places.zone), []
+        fresh = []
         for part in self.demand.parts:
             for index in range(part.first, len(part.pages)):
                 page = part.pages[index]
                 if cells.cell_of[layer, page] != FREE:
+                    if page not in kept:  # its cell becomes one of the zone, and the ring gets another for it
+                        self.found.remove((layer, page))
+                        self.free[self.zone.pop()] = True
                     continue
                 chunk = _Chunk(-1, layer, np.array([page]), -1)
-                cell = self._cells_for(chunk, np.array([0]), True) if page in kept else np.array([next(zone)])
+                cell = self._cells_for(chunk, np.array([0]), True) if page in kept else np.array([self.zone.pop()])
                 cells.hold(layer, chunk.pages, cell)
                 if index == part.first and part.before % self.page_tokens:  # rows that are only on the host
                     self._copied(chunk, chunk.pages, cell)
@@ -300,6 +306,7 @@ class _Step:
                 else:
                     fresh.append(page)
         cells.write(layer, self.rows, fresh)
+        self.written = layer
         return self._enqueued()
 
     def _attend(self) -> tuple[Op, ...]:
@@ -333,7 +340,7 @@ class _Step:
                 self._release(chunks[wave - 1])
         written = frozenset(page for _, _, page, _ in self.rows)
         passed = [page for page in self.demand.pages[self.kept.layer_pages[layer] :] if page in written]
-        cells.drop(layer, np.array(passed, np.int64))
+        self.zone += cells.drop(layer, np.array(passed, np.int64)).tolist()
         self._add("waves", number)
         if self.fold == "table":
             cells.out.append(Fold(layer))

@@ -274,6 +274,18 @@ def test_a_wide_step_fills_pages_in_a_pool_of_any_size(cells: int) -> None:
     assert plan.counts.early > 0
 
 
+def test_a_tail_that_a_wide_step_fills_stays_in_its_cell_until_its_layer_is_done() -> None:
+    world = World(layers=3, page_tokens=4, cells=16)
+    sequence = world.create(8)
+    world.step([(sequence, 2)], evenly(3, 0))
+    tail = world.tables[sequence][-1]
+    for width in (5, 3, 7):
+        plan = world.step([(sequence, width)], evenly(3, 0))
+        assert tail not in [page for _, page in uploaded(plan)][: -plan.counts.ahead or None]
+        tail = world.tables[sequence][-1]
+    assert world.checker.faults == []
+
+
 def test_the_running_form_is_for_prefill_and_for_what_the_table_cannot_take() -> None:
     world = World(layers=1, page_tokens=8, cells=32)
     sequence = world.create(64)
