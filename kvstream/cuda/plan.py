@@ -32,8 +32,9 @@ from typing import Final, Protocol
 import numpy as np
 from attrs import define
 
+from ..core.types import AccountingBug
 from .demand import Demand, Part, Shares, demand_of, kept_of, parts_of
-from .ops import Entry, Fold, Folding, Op, Write
+from .ops import PAGES_PER_COPY_MAX, Entry, Fold, Folding, Op, Write
 from .placing import place
 from .ring import FREE, NEVER, SAVE, Cells, Ids, Residency
 from .steady import Counts, Memo, Plan, rewritten, rows_of, unsettled_after
@@ -68,6 +69,8 @@ def plan_step(
 
     Errors: ``AccountingBug`` for a batch that cannot be, or a pool with fewer than ``layout.cells_min`` cells.
     """
+    if not len(split.layer_pages) == geometry.layers == len(residency.held.cell_of):
+        raise AccountingBug(f"a split of {len(split.layer_pages)} layers and a model of {geometry.layers}")
     parts = parts_of(batch, tables, geometry.page_tokens)
     fold = _folding(parts, table_slots)
     memo = residency.memo
@@ -170,7 +173,9 @@ class _Step:
     def _cut(self) -> None:
         """Cut what each layer needs into chunks."""
         circle = len(self.places.ring) if self.kept.passing else 0
-        size = max(1, min(WAVE_PAGES_MAX, circle // WAVES_PER_RING)) if circle else WAVE_PAGES_MAX
+        size = WAVE_PAGES_MAX if circle == 0 else max(1, circle // WAVES_PER_RING)
+        if size >= PAGES_PER_COPY_MAX:  # whole copies
+            size = min(WAVE_PAGES_MAX, -(-size // PAGES_PER_COPY_MAX) * PAGES_PER_COPY_MAX)
         pages = np.array(self.demand.pages, np.int64)
         plain = np.ones(len(pages), np.bool_)
         plain[list(self.demand.filled)] = False

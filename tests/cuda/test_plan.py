@@ -246,6 +246,12 @@ def test_a_batch_that_cannot_be_is_refused() -> None:
             plan_step(empty, split, batch, tables, shape)
 
 
+def test_a_split_for_another_model_is_refused() -> None:
+    for layers in (1, 3):
+        with pytest.raises(AccountingBug, match=f"a split of {layers} layers and a model of 2"):
+            plan_step(Residency.empty(2, 8, 9), evenly(layers, 1), [(1, 0, 1)], {1: (0,)}, Shape(2, 4))
+
+
 # --- rows -------------------------------------------------------------------------------------------------------------
 
 
