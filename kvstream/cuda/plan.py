@@ -34,7 +34,7 @@ from attrs import define
 
 from ..core.types import AccountingBug
 from .demand import Demand, Part, Shares, demand_of, kept_of, parts_of
-from .ops import PAGES_PER_COPY_MAX, Entry, Fold, Folding, Op, Write
+from .ops import PAGES_PER_COPY_MAX, Await, Entry, Fold, Folding, Op
 from .placing import place
 from .ring import FREE, NEVER, SAVE, Cells, Ids, Residency
 from .steady import Counts, Memo, Plan, rewritten, rows_of, unsettled_after
@@ -119,6 +119,9 @@ class _Step:
         self.left = np.full(residency.cells, FREE, np.int64)  # what was last in a cell of the ring, as in `holder`
         self.found = list(self.places.found)
         self.zone = list(self.places.zone)
+        self.again = rewritten(residency.unsettled, self.rows)
+        self.waited = False  # for saves of rows that are written again
+        self.fresh: list[int] = []  # pages that are new in their cells
         self.count = {"found": len(self.found), "moved": self.places.moved, "freed": self.places.freed}
         self.layer = 0  # whose turn it is
         self.written = -1  # the last layer whose new rows are written
@@ -134,25 +137,19 @@ class _Step:
         residency, parts = self.start, self.demand.parts
         self._fill()
         begin = self._enqueued()
-        again = rewritten(residency.unsettled, self.rows)
-        was, now = residency.held.cell_of[:, list(again)], self.cells.cell_of[:, list(again)]
-        stayed = now[(was == now) & ~self.cells.coming(now)]  # the others are filled anew, after their saves
-        self.cells.compute_after(NEVER, int(self.cells.taken[stayed].max(initial=NEVER)))
-        settling = self._enqueued()
         before, append, attend = [], [], []
         for layer in range(len(self.waves)):
             self.layer = layer
-            ops = self._append()
-            write = next(at for at, op in enumerate(ops) if isinstance(op, Write))
-            before.append(ops[:write])
-            append.append(ops)
-            attend.append(self._attend())
-        append[0] = (*settling, *append[0])
+            before.append(self._prepared())
+            append.append((*before[-1], *self._appended()))
+            attend.append(self._attended())
         counts = Counts(**self.count)
         after = self.cells.settled()
-        unsettled = unsettled_after(residency.unsettled, self.rows, again, bool(settling))
+        unsettled = unsettled_after(residency.unsettled, self.rows, self.again, self.waited)
         memo = None
-        if all(part.first == len(part.pages) - 1 for part in parts) and after.same(residency.held):
+        simple = all(part.first == len(part.pages) - 1 for part in parts) and not any(
+            isinstance(op, Await) for ops in append for op in ops)
+        if simple and after.same(residency.held):
             after = residency.held
             cells = tuple(tuple(int(after.cell_of[layer, part.pages[-1]]) for part in parts)
                           for layer in range(len(append)))
@@ -287,13 +284,14 @@ class _Step:
 
     # --- one layer ----------------------------------------------------------------------------------------------------
 
-    def _append(self) -> tuple[Op, ...]:
+    def _prepared(self) -> tuple[Op, ...]:
+        """A cell for each page in which rows are written, with the rows it had before."""
         layer, cells = self.layer, self.cells
         first = self.firsts[layer]
         if first is not None:
             self._fill(first)
         kept = frozenset((*self.demand.pages[: self.kept.layer_pages[layer]], *self.demand.tails))
-        fresh = []
+        self.fresh = []
         for part in self.demand.parts:
             for index in range(part.first, len(part.pages)):
                 page = part.pages[index]
@@ -309,12 +307,18 @@ class _Step:
                     self._copied(chunk, chunk.pages, cell)
                     cells.ready(chunk.batch)
                 else:
-                    fresh.append(page)
-        cells.write(layer, self.rows, fresh)
-        self.written = layer
+                    self.fresh.append(page)
         return self._enqueued()
 
-    def _attend(self) -> tuple[Op, ...]:
+    def _appended(self) -> tuple[Op, ...]:
+        cells = self.cells.cell_of[self.layer, list(self.again)]
+        self.cells.compute_after(int(self.cells.loaded[cells].max(initial=NEVER)), NEVER)
+        self.waited |= self.cells.compute_after(NEVER, int(self.cells.taken[cells].max(initial=NEVER)))
+        self.cells.write(self.layer, self.rows, self.fresh)
+        self.written = self.layer
+        return self._enqueued()
+
+    def _attended(self) -> tuple[Op, ...]:
         """Wave 0 is of what is there; then one wave for each chunk. In the running form, pages wait for those before
         them."""
         layer, cells, chunks = self.layer, self.cells, self.waves[self.layer]

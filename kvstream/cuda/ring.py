@@ -300,7 +300,8 @@ class Cells:
             self.out += (Saved(name), AfterSaved(name)) if fresh else (AfterSaved(name),)
             clocks.join(COPY, clocks.vector(SAVE))
 
-    def compute_after(self, loaded: int, saved: int) -> None:
+    def compute_after(self, loaded: int, saved: int) -> bool:
+        """Whether it had to wait for a save."""
         clocks = self.clocks
         if clocks.known[COMPUTE][COPY] < loaded:
             name = next((name for name, vector in clocks.ready.items() if vector[COPY] >= loaded), None)
@@ -310,10 +311,12 @@ class Cells:
             clocks.join(COMPUTE, clocks.ready[name])
             at = clocks.known[COMPUTE][COPY]
             clocks.ready = {name: vector for name, vector in clocks.ready.items() if vector[COPY] > at}
-        if clocks.known[COMPUTE][SAVE] < saved:
-            name, fresh = clocks.note(SAVE)
-            self.out += (Saved(name), AwaitSaved(name)) if fresh else (AwaitSaved(name),)
-            clocks.join(COMPUTE, clocks.vector(SAVE))
+        if clocks.known[COMPUTE][SAVE] >= saved:
+            return False
+        name, fresh = clocks.note(SAVE)
+        self.out += (Saved(name), AwaitSaved(name)) if fresh else (AwaitSaved(name),)
+        clocks.join(COMPUTE, clocks.vector(SAVE))
+        return True
 
     # --- the end of a step --------------------------------------------------------------------------------------------
 

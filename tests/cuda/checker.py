@@ -93,6 +93,8 @@ class Checker:
         """Only the first rows of a page mean anything from now on; with 0 the page was given back."""
         self.live[page] = rows
         self.truth[:, page, rows:] = NOBODY
+        if not rows:
+            self.holder[np.isin(self.holder, self._key(np.arange(self.layers), page))] = NOBODY
 
     # --- a step -------------------------------------------------------------------------------------------------------
 
@@ -275,7 +277,7 @@ class Checker:
         else:
             rows.read[(*where, ..., me) if isinstance(where, tuple) else (where, ..., me)] = clock[me]
 
-    def _key(self, layer: int, page: int) -> int:
+    def _key(self, layer: Any, page: int) -> Any:
         return layer * self.truth.shape[1] + page
 
     def _fault(self, text: str) -> None:

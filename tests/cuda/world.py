@@ -12,7 +12,7 @@ from typing import Any
 
 from attrs import define, evolve, field, frozen
 
-from kvstream.cuda.ops import AwaitSaved, Op
+from kvstream.cuda.ops import AwaitSaved, Op, Saved
 from kvstream.cuda.plan import plan_step
 from kvstream.cuda.ring import Residency
 from kvstream.cuda.steady import Plan
@@ -41,10 +41,8 @@ def cells_min(layers: int, page_tokens: int, rows: int, sequences: int) -> int:
 
 def without_settling(plan: Plan) -> tuple[Op, ...]:
     """Without the wait for rows that are written again, which depends on the rows alone."""
-    first = plan.append[0]
-    if len(first) > 1 and isinstance(first[1], AwaitSaved):
-        first = first[2:]
-    return evolve(plan, append=(first, *plan.append[1:])).ops()
+    append = tuple(tuple(op for op in ops if not isinstance(op, Saved | AwaitSaved)) for ops in plan.append)
+    return evolve(plan, append=append).ops()
 
 
 def evenly(layers: int, pages: int, ring: int = 1) -> Split:
