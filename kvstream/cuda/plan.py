@@ -36,7 +36,7 @@ from ..core.types import AccountingBug
 from .demand import Demand, Part, Shares, demand_of, kept_of, parts_of
 from .ops import PAGES_PER_COPY_MAX, Await, Entry, Fold, Folding, Op
 from .placing import place
-from .ring import FREE, NEVER, SAVE, Cells, Ids, Residency
+from .ring import FREE, SAVE, Cells, Ids, Residency
 from .steady import Counts, Memo, Plan, rewritten, rows_of, unsettled_after
 
 __all__ = ["Counts", "Plan", "Shape", "plan_step"]
@@ -311,10 +311,7 @@ class _Step:
         return self._enqueued()
 
     def _appended(self) -> tuple[Op, ...]:
-        cells = self.cells.cell_of[self.layer, list(self.again)]
-        self.cells.compute_after(int(self.cells.loaded[cells].max(initial=NEVER)), NEVER)
-        self.waited |= self.cells.compute_after(NEVER, int(self.cells.taken[cells].max(initial=NEVER)))
-        self.cells.write(self.layer, self.rows, self.fresh)
+        self.waited |= self.cells.write(self.layer, self.rows, self.fresh, self.again)
         self.written = self.layer
         return self._enqueued()
 

@@ -258,15 +258,18 @@ class Cells:
         self.clocks.ready[batch] = self.clocks.vector(COPY)
         self.out.append(Ready(batch))
 
-    def write(self, layer: int, rows: Sequence[tuple[int, int, int, int]], fresh: Iterable[int]) -> None:
+    def write(self, layer: int, rows: Sequence[tuple[int, int, int, int]], fresh: Iterable[int],
+              again: Iterable[int]) -> bool:
         """New rows, (first row of the step, count, page, first row in the page), into the cells of their pages and on
-        to the host. ``fresh``: pages whose cell held something else before."""
+        to the host. ``fresh``: pages whose cell held something else before; ``again``: those of which rows are written
+        that may be on their way to the host. Returns whether compute had to wait for these."""
         cells = [int(self.cell_of[layer, page]) for _, _, page, _ in rows]
         pages = [page for _, _, page, _ in rows]
         # A page of the host that is written must not be read any more by an upload that nobody waited for.
         loaded = max(int(self.loaded[cells].max()), int(self.read[layer, pages].max()))
-        taken = max((int(self.taken[self.cell_of[layer, page]]) for page in fresh), default=NEVER)
-        self.compute_after(loaded, taken)
+        self.compute_after(loaded, NEVER)
+        waited = self.compute_after(NEVER, self._taken(layer, again))
+        self.compute_after(NEVER, self._taken(layer, fresh))
         self.out.append(Write(layer, tuple(
             (row, count, cell, first) for (row, count, _, first), cell in zip(rows, cells, strict=True))))
         self.used[cells] = self.clocks.did(COMPUTE)
@@ -275,6 +278,10 @@ class Cells:
         for (_, count, page, first), cell in zip(rows, cells, strict=True):
             self.out.append(Save(layer, cell, first, count, page))
             self.taken[cell] = self.written[layer, page] = self.clocks.did(SAVE)
+        return waited
+
+    def _taken(self, layer: int, pages: Iterable[int]) -> int:
+        return max((int(self.taken[self.cell_of[layer, page]]) for page in pages), default=NEVER)
 
     def attend(self, layer: int, wave: int, entries: tuple[Entry, ...], cells: Ids, fold: Folding, last: bool) -> None:
         """``cells``: those of the entries."""
