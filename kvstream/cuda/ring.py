@@ -351,11 +351,17 @@ class Cells:
         def uploads(positions: Positions) -> Positions:
             return np.where(positions <= known[COMPUTE][COPY], NEVER, positions - now[COPY])
 
+        loaded, read = uploads(self.loaded), uploads(self.read)
+        # Of the records of uploads that compute has not waited for, those that somebody may still ask for.
+        asked_for = np.unique(np.concatenate((loaded.ravel(), read.ravel())))
+        ready = [(name, vector(of)) for name, of in self.clocks.ready.items()]
+        covers = {next(name for name, of in ready if of[COPY] >= position)
+                  for position in asked_for.tolist() if position != NEVER}
         copy_heard = heard(known[COPY][SAVE], saved_low, saved_high, now[SAVE] + 1)
         compute_heard = heard(known[COMPUTE][SAVE], saved_low, saved_high, now[SAVE] + 1)
         save_heard = heard(used_high, used_low, used_high, now[COMPUTE] + 1)
         return Held(
-            self.cell_of, self.holder, asked(self.used, used_low, used_high), uploads(self.loaded),
-            asked(self.taken, saved_low, saved_high), uploads(self.read), asked(self.written, saved_low, saved_high),
+            self.cell_of, self.holder, asked(self.used, used_low, used_high), loaded,
+            asked(self.taken, saved_low, saved_high), read, asked(self.written, saved_low, saved_high),
             ((0, NEVER, compute_heard), (NEVER, 0, copy_heard), (save_heard, NEVER, 0)),
-            tuple((name, vector(of)) for name, of in self.clocks.ready.items()))
+            tuple((name, of) for name, of in ready if name in covers))
