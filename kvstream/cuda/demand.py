@@ -1,5 +1,4 @@
-"""What a step asks of the pool: whose new rows go where, the order of its pages, and how many of each layer are
-kept."""
+"""What a step asks of the pool: whose new rows go where, the order of its pages, how many of each layer are kept."""
 
 from __future__ import annotations
 

@@ -1,11 +1,11 @@
-"""Which cells are for what in a step: what is forgotten, where new pages that are kept go, and which cells are the
-ring.
+"""Which cells are for what in a step: what is forgotten, where new pages that are kept go, which cells are the ring.
 
 Theory of operation. What is kept and held stays where it is. What other sequences left here stays as long as the ring
 has what the split gives it. What passes and is still held (copied ahead, or kept until now) is in the ring already. The
 rest is forgotten. Of the cells that are free then, kept pages take the shortest pieces and the ring gets the long ones,
 since adjacent pages in adjacent cells are one copy. A large ring that is in many pieces all the same (growing sequences
-leave holes of one page) is put together: kept pages are fetched again, out of its way. """
+leave holes of one page) is put together: kept pages are fetched again, out of its way.
+"""
 
 from __future__ import annotations
 

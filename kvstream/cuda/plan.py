@@ -30,14 +30,14 @@ from itertools import repeat
 from typing import Final, Protocol
 
 import numpy as np
-from attrs import define
+from attrs import define, evolve
 
 from ..core.types import AccountingBug
 from .demand import Demand, Part, Shares, demand_of, kept_of, parts_of
 from .ops import PAGES_PER_COPY_MAX, Await, Entry, Fold, Folding, Op
 from .placing import place
 from .ring import FREE, SAVE, Cells, Ids, Residency
-from .steady import Counts, Memo, Plan, rewritten, rows_of, unsettled_after
+from .steady import MEMOS_MAX, Counts, Memo, Plan, rewritten, rows_of, unsettled_after
 
 __all__ = ["Counts", "Plan", "Shape", "plan_step"]
 
@@ -73,9 +73,10 @@ def plan_step(
         raise AccountingBug(f"a split of {len(split.layer_pages)} layers and a model of {geometry.layers}")
     parts = parts_of(batch, tables, geometry.page_tokens)
     fold = _folding(parts, table_slots)
-    memo = residency.memo
-    if isinstance(memo, Memo) and memo.fits(residency, split, parts, fold, ahead):
-        return memo.repeated(residency, parts, geometry.page_tokens)
+    memos: tuple[Memo, ...] = residency.memos
+    for memo in memos:
+        if memo.fits(residency, split, parts, fold, ahead):
+            return memo.repeated(residency, parts, geometry.page_tokens)
     return _Step(residency, split, demand_of(parts), geometry, fold, ahead).plan()
 
 
@@ -122,6 +123,7 @@ class _Step:
         self.again = rewritten(residency.unsettled, self.rows)
         self.waited = False  # for saves of rows that are written again
         self.fresh: list[int] = []  # pages that are new in their cells
+        self.settled = True  # whether all pages that are written had a cell already
         self.count = {"found": len(self.found), "moved": self.places.moved, "freed": self.places.freed}
         self.layer = 0  # whose turn it is
         self.written = -1  # the last layer whose new rows are written
@@ -134,7 +136,7 @@ class _Step:
         self._cut()
 
     def plan(self) -> Plan:
-        residency, parts = self.start, self.demand.parts
+        residency = self.start
         self._fill()
         begin = self._enqueued()
         before, append, attend = [], [], []
@@ -144,18 +146,29 @@ class _Step:
             append.append((*before[-1], *self._appended()))
             attend.append(self._attended())
         counts = Counts(**self.count)
-        after = self.cells.settled()
+        after, memos = self.cells.settled(), residency.memos
+        after = next((held for held in (residency.held, *(memo.held for memo in memos)) if after.same(held)), after)
         unsettled = unsettled_after(residency.unsettled, self.rows, self.again, self.waited)
-        memo = None
-        simple = all(part.first == len(part.pages) - 1 for part in parts) and not any(
-            isinstance(op, Await) for ops in append for op in ops)
-        if simple and after.same(residency.held):
-            after = residency.held
-            cells = tuple(tuple(int(after.cell_of[layer, part.pages[-1]]) for part in parts)
-                          for layer in range(len(append)))
-            memo = Memo(after, tuple(self.split.layer_pages), self.split.ring, parts, self.fold, self.ahead, begin,
-                        tuple(before), cells, tuple(attend), (), self.cells.clocks.noted(SAVE), counts)
-        return Plan(begin, tuple(append), tuple(attend), (), Residency(after, unsettled, memo), counts)
+        plan = Plan(begin, tuple(append), tuple(attend), (), Residency(after, unsettled, memos), counts)
+        return evolve(plan, residency=evolve(plan.residency, memos=self._memos(plan, tuple(before))))
+
+    def _memos(self, plan: Plan, before: tuple[tuple[Op, ...], ...]) -> tuple[Memo, ...]:
+        """With one of this plan if it can be repeated: pages that are written were in their cells, and nothing was
+        waited for before the rows.
+
+        A plan that waits for saves may rely on that later on, and a repeated one need not wait. Not so when the step
+        leaves what it found: then the saves that are asked for are those of the tails, and these are new in each step.
+        """
+        found, left, parts = self.start.held, plan.residency.held, self.demand.parts
+        wide = any(part.first < len(part.pages) - 1 for part in parts)
+        late = any(isinstance(op, Await) for ops in plan.append for op in ops)
+        if wide or late or not self.settled or (self.waited and left is not found):
+            return plan.residency.memos
+        cells = tuple(tuple(int(left.cell_of[layer, part.pages[-1]]) for part in parts)
+                      for layer in range(len(before)))
+        memo = Memo(found, left, tuple(self.split.layer_pages), self.split.ring, parts, self.fold, self.ahead,
+                    plan.begin, before, cells, plan.attend, plan.end, self.cells.clocks.noted(SAVE), plan.counts)
+        return memo, *self.start.memos[: MEMOS_MAX - 1]
 
     def _enqueued(self) -> tuple[Op, ...]:
         ops = tuple(self.cells.out)
@@ -300,6 +313,7 @@ class _Step:
                         self.found.remove((layer, page))
                         self.free[self.zone.pop()] = True
                     continue
+                self.settled = False
                 chunk = _Chunk(-1, layer, np.array([page]), -1)
                 cell = self._cells_for(chunk, np.array([0]), True) if page in kept else np.array([self.zone.pop()])
                 cells.hold(layer, chunk.pages, cell)

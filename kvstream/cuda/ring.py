@@ -92,12 +92,12 @@ class Residency:
     """What a step finds and what it leaves.
 
     ``unsettled``: rows of host pages whose save compute has not waited for; to write them again needs a wait.
-    ``memo`` belongs to the planner.
+    ``memos`` belong to the planner.
     """
 
     held: Held
     unsettled: Mapping[int, Spans] = field(factory=lambda: MappingProxyType({}))
-    memo: Any = field(default=None, repr=False)
+    memos: tuple[Any, ...] = field(default=(), repr=False)
 
     @classmethod
     def empty(cls, layers: int, host_pages: int, cells: int) -> Residency:

@@ -1,21 +1,27 @@
 """The plan of a step, and how the next one is made of it when nothing but the rows has changed.
 
-Theory of operation. Decoding repeats itself: the same sequences, the same pages, the same split, one row more. A step
-that left the residency exactly as it found it will do the same again, so its operations are kept (``Memo``) and only
-what names rows is made anew, a few objects per layer. The plan of 16 layers with 640 pages each takes milliseconds to
-build, and a small part of one to repeat. A page that fills up, a changed split or batch end the repetition; two or
-three steps later there is a new one. """
+Theory of operation. Decoding repeats itself: the same sequences, the same pages, the same split, one row more. What a
+step does depends on what it finds in the cells, and not on which rows it writes. So its operations are kept (``Memo``)
+beside what it found and what it left; a step that finds the same makes anew only what names rows, a few objects per
+layer. The plan of 16 layers with 640 pages each takes milliseconds to build, and a small part of one to repeat.
+
+A page that fills up, a changed split or batch end the repetition; two steps later there is a new one. A few memos are
+kept, so that groups of sequences may take turns.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from types import MappingProxyType
+from typing import Final
 
 from attrs import frozen
 
 from .demand import Part, Shares
 from .ops import AfterWritten, AwaitSaved, Folding, Op, Save, Saved, Write, Written
 from .ring import Held, Residency, Spans
+
+MEMOS_MAX: Final = 4
 
 Rows = tuple[tuple[int, int, int, int], ...]
 """(first row of the step, count, host page, first row in the page)"""
@@ -61,10 +67,11 @@ class Plan:
 
 @frozen(eq=False, slots=True)
 class Memo:
-    """``before``: of each layer, what comes before its ``Write``. ``cells``: of each layer, the tail's cell of each
-    part. ``save``: a name of a record that the plan does not use."""
+    """A step that finds ``held`` and leaves ``then``. ``before``: of each layer, what comes before its ``Write``.
+    ``cells``: of each layer, the tail's cell of each part. ``save``: a name of a record that the plan does not use."""
 
     held: Held
+    then: Held
     layer_pages: tuple[int, ...]
     ring: int
     parts: tuple[Part, ...]
@@ -98,7 +105,7 @@ class Memo:
         if again:
             append[0] = (Saved(self.save), AwaitSaved(self.save), *append[0])
         unsettled = unsettled_after(residency.unsettled, rows, again, bool(again))
-        after = Residency(self.held, unsettled, self)
+        after = Residency(self.then, unsettled, residency.memos)
         return Plan(self.begin, tuple(append), self.attend, self.end, after, self.counts, reused=True)
 
 

@@ -13,7 +13,8 @@ schedule that the device may choose gives what the order of enqueueing gives, an
 
 What it also checks: every page of every sequence is attended exactly once per layer, in page order in the running form;
 new rows are written once and saved once; events are recorded before they are waited for; copies stay within bounds; and
-what the plan says is resident afterwards really is. """
+what the plan says is resident afterwards really is.
+"""
 
 from __future__ import annotations
 

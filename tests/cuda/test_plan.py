@@ -143,6 +143,15 @@ def test_a_verify_step_of_changing_width_repeats_too() -> None:
     assert world.checker.faults == []
 
 
+def test_groups_that_take_turns_repeat_too() -> None:
+    world = World(layers=2, page_tokens=32, cells=40)
+    ids = [world.create(32 * 5 + 1) for _ in range(4)]
+    plans = [world.step([(sequence, 1) for sequence in group], evenly(2, 4, 8))
+             for _ in range(6) for group in (ids[:2], ids[2:])]
+    assert [plan.reused for plan in plans[-6:]] == [True] * 6
+    assert world.checker.faults == []
+
+
 # --- a new split ------------------------------------------------------------------------------------------------------
 
 

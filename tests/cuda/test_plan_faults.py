@@ -1,7 +1,8 @@
 """The checker is believed because it finds what is wrong: every event taken out of every plan, and planted mistakes.
 
 A record that nobody ever waits for may be missing without harm. The only such records are ``Ready`` of pages copied
-ahead for a step that never came. """
+ahead for a step that never came.
+"""
 
 from __future__ import annotations
 

