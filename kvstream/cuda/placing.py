@@ -3,12 +3,17 @@
 Theory of operation. What is kept and held stays where it is. What other sequences left here stays as long as the ring
 has what the split gives it. What passes and is still held (copied ahead, or kept until now) is in the ring already. The
 rest is forgotten. Of the cells that are free then, kept pages take the shortest pieces and the ring gets the long ones,
-since adjacent pages in adjacent cells are one copy. A large ring that is in many pieces all the same (growing sequences
-leave holes of one page) is put together: kept pages are fetched again, out of its way.
+since adjacent pages in adjacent cells are one copy.
+
+That alone does not keep the ring together: a tail that fills up and passes leaves a hole where it was. So a large ring
+in too many pieces is put together at the end of the pool, around what cannot move: kept pages there are fetched again
+into the holes. That is a few pages, once in a while; a piece more is one more copy for each of the ring's laps, in
+every step.
 """
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from typing import Final
 
 import numpy as np
@@ -19,7 +24,7 @@ from .demand import Demand, Kept
 from .ring import FREE, Cells, Ids
 
 RING_CELLS_MIN: Final = 64  # a smaller ring is not worth putting together
-PIECE_CELLS_MIN: Final = 16  # nor one whose pieces are as long as this on average
+PIECES_MAX: Final = 4
 
 
 @frozen
@@ -51,15 +56,18 @@ def place(cells: Cells, demand: Demand, kept: Kept, ring_wanted: int) -> Places:
     del found[max(0, ring - kept.zone) :]
     for layer, page in gone:
         cells.drop(layer, np.array([page]))
-    moved = _put_together(cells, keep, demand, found, ring) if kept.passing and ring >= RING_CELLS_MIN else 0
+    moved, border = 0, len(cells.holder)
+    if kept.passing and ring >= RING_CELLS_MIN:
+        moved, border = _put_together(cells, keep, demand, found, ring)
 
     missing = int(np.count_nonzero(cells.cell_of[keep] == FREE))
-    keepers, free = _shortest_first(_free(cells), missing)
+    keepers, free = _shortest_first(_free(cells), missing, border)
     zone = tuple(free[len(free) - kept.zone :])
     circle = sorted(free[: len(free) - kept.zone] + [int(cells.cell_of[layer, page]) for layer, page in found])
     if kept.passing:
         laps = -(-kept.passing // len(circle))
-        circle = circle[: -(-kept.passing // laps)]
+        longest = sorted(_pieces(circle), key=len, reverse=True)
+        circle = sorted([cell for piece in longest for cell in piece][: -(-kept.passing // laps)])
     assert layers * len(tails) + sum(kept.layer_pages) + ring <= len(cells.holder)
     return Places(np.array(keepers, np.int64), np.array(circle, np.int64), zone, found, len(gone), moved)
 
@@ -91,28 +99,30 @@ def _pieces(cells: list[int]) -> list[list[int]]:
     return [cells[start:end] for start, end in zip([0, *at], [*at, len(cells)], strict=True) if start < end]
 
 
-def _shortest_first(free: list[int], number: int) -> tuple[list[int], list[int]]:
-    """So many cells out of the shortest pieces, and what is left, both ascending."""
-    taken: list[int] = []
-    for piece in sorted(_pieces(free), key=len):
-        taken += piece[: number - len(taken)]
+def _shortest_first(free: list[int], number: int, border: int) -> tuple[list[int], list[int]]:
+    """So many cells out of the shortest pieces, those before the border first, and what is left, both ascending."""
+    at = bisect_left(free, border)
+    pieces = sorted(_pieces(free[:at]), key=len) + sorted(_pieces(free[at:]), key=len)
+    taken = [cell for piece in pieces for cell in piece][:number]
     gone = frozenset(taken)
     return sorted(taken), [cell for cell in free if cell not in gone]
 
 
 def _put_together(cells: Cells, keep: NDArray[np.bool_], demand: Demand, found: list[tuple[int, int]],
-                  ring: int) -> int:
-    """Forget kept pages in the last cells of the pool, where the ring is to be, when it is in too many pieces. Tails
-    stay: they are needed at once."""
+                  ring: int) -> tuple[int, int]:
+    """Forget kept pages at the end of the pool, where the ring is to be, if it is in too many pieces. Returns how many,
+    and where it begins. What stays: tails, which are needed at once, and pages in transit or of other sequences."""
     candidates = sorted(_free(cells) + [int(cells.cell_of[layer, page]) for layer, page in found])
     missing = int(np.count_nonzero(cells.cell_of[keep] == FREE))
-    _, rest = _shortest_first(candidates, missing)
-    if len(_pieces(rest)) <= 1 + ring // PIECE_CELLS_MIN:
-        return 0
-    movable = keep.copy()
+    _, rest = _shortest_first(candidates, missing, len(cells.holder))
+    if len(_pieces(rest)) <= PIECES_MAX:
+        return 0, len(cells.holder)
+    movable = keep & ~cells.coming(cells.cell_of)
     movable[:, list(demand.tails)] = False
-    moved = 0
-    for layer, page in np.argwhere(movable & (cells.cell_of >= len(cells.holder) - ring)).tolist():
+    usable = np.zeros(len(cells.holder), np.bool_)
+    usable[candidates] = usable[cells.cell_of[movable]] = True
+    border = int(usable.nonzero()[0][-ring])
+    moving = np.argwhere(movable & (cells.cell_of >= border)).tolist()
+    for layer, page in moving:
         cells.drop(layer, np.array([page]))
-        moved += 1
-    return moved
+    return len(moving), border

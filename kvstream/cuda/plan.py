@@ -37,7 +37,7 @@ from .demand import Demand, Part, Shares, demand_of, kept_of, parts_of
 from .ops import PAGES_PER_COPY_MAX, Await, Entry, Fold, Folding, Op
 from .placing import place
 from .ring import FREE, SAVE, Cells, Ids, Residency
-from .steady import MEMOS_MAX, Counts, Memo, Plan, rewritten, rows_of, unsettled_after
+from .steady import MEMOS_MAX, Counts, Memo, Plan, Rows, rewritten, rows_of, unsettled_after
 
 __all__ = ["Counts", "Plan", "Shape", "plan_step"]
 
@@ -74,10 +74,12 @@ def plan_step(
     parts = parts_of(batch, tables, geometry.page_tokens)
     fold = _folding(parts, table_slots)
     memos: tuple[Memo, ...] = residency.memos
+    rows = rows_of(parts, geometry.page_tokens)
+    again = rewritten(residency.unsettled, rows)
     for memo in memos:
-        if memo.fits(residency, split, parts, fold, ahead):
-            return memo.repeated(residency, parts, geometry.page_tokens)
-    return _Step(residency, split, demand_of(parts), geometry, fold, ahead).plan()
+        if memo.fits(residency, split, parts, fold, ahead, bool(again)):
+            return memo.repeated(residency, rows, again)
+    return _Step(residency, split, demand_of(parts), rows, again, geometry, fold, ahead).plan()
 
 
 def _folding(parts: tuple[Part, ...], table_slots: int | None) -> Folding:
@@ -105,11 +107,11 @@ class _Chunk:
 class _Step:
     """Builds the plan of one step."""
 
-    def __init__(self, residency: Residency, split: Shares, demand: Demand, geometry: Shape, fold: Folding,
-                 ahead: bool) -> None:
+    def __init__(self, residency: Residency, split: Shares, demand: Demand, rows: Rows, again: tuple[int, ...],
+                 geometry: Shape, fold: Folding, ahead: bool) -> None:
         self.start, self.split, self.demand, self.fold, self.ahead = residency, split, demand, fold, ahead
         self.page_tokens = geometry.page_tokens
-        self.rows = rows_of(demand.parts, self.page_tokens)
+        self.rows, self.again = rows, again
         self.cells = Cells(residency.held)
         self.kept = kept_of(split.layer_pages, demand, residency.cells)
         self.places = place(self.cells, demand, self.kept, split.ring)
@@ -120,8 +122,7 @@ class _Step:
         self.left = np.full(residency.cells, FREE, np.int64)  # what was last in a cell of the ring, as in `holder`
         self.found = list(self.places.found)
         self.zone = list(self.places.zone)
-        self.again = rewritten(residency.unsettled, self.rows)
-        self.waited = False  # for saves of rows that are written again
+        self.waited: list[int] = []  # layers in which rows that are written again were waited for
         self.fresh: list[int] = []  # pages that are new in their cells
         self.settled = True  # whether all pages that are written had a cell already
         self.count = {"found": len(self.found), "moved": self.places.moved, "freed": self.places.freed}
@@ -148,26 +149,23 @@ class _Step:
         counts = Counts(**self.count)
         after, memos = self.cells.settled(), residency.memos
         after = next((held for held in (residency.held, *(memo.held for memo in memos)) if after.same(held)), after)
-        unsettled = unsettled_after(residency.unsettled, self.rows, self.again, self.waited)
+        unsettled = unsettled_after(residency.unsettled, self.rows, self.again, bool(self.waited))
         plan = Plan(begin, tuple(append), tuple(attend), (), Residency(after, unsettled, memos), counts)
         return evolve(plan, residency=evolve(plan.residency, memos=self._memos(plan, tuple(before))))
 
     def _memos(self, plan: Plan, before: tuple[tuple[Op, ...], ...]) -> tuple[Memo, ...]:
-        """With one of this plan if it can be repeated: pages that are written were in their cells, and nothing was
-        waited for before the rows.
-
-        A plan that waits for saves may rely on that later on, and a repeated one need not wait. Not so when the step
-        leaves what it found: then the saves that are asked for are those of the tails, and these are new in each step.
-        """
+        """With one of this plan if it can be repeated: pages that are written were in their cells, nothing was waited
+        for before the rows, or only, at once, that those which are written again are saved."""
         found, left, parts = self.start.held, plan.residency.held, self.demand.parts
         wide = any(part.first < len(part.pages) - 1 for part in parts)
         late = any(isinstance(op, Await) for ops in plan.append for op in ops)
-        if wide or late or not self.settled or (self.waited and left is not found):
+        if wide or late or not self.settled or self.waited != [0] * bool(self.again):
             return plan.residency.memos
         cells = tuple(tuple(int(left.cell_of[layer, part.pages[-1]]) for part in parts)
                       for layer in range(len(before)))
         memo = Memo(found, left, tuple(self.split.layer_pages), self.split.ring, parts, self.fold, self.ahead,
-                    plan.begin, before, cells, plan.attend, plan.end, self.cells.clocks.noted(SAVE), plan.counts)
+                    bool(self.again), plan.begin, before, cells, plan.attend, plan.end,
+                    self.cells.clocks.noted(SAVE), plan.counts)
         return memo, *self.start.memos[: MEMOS_MAX - 1]
 
     def _enqueued(self) -> tuple[Op, ...]:
@@ -325,7 +323,8 @@ class _Step:
         return self._enqueued()
 
     def _appended(self) -> tuple[Op, ...]:
-        self.waited |= self.cells.write(self.layer, self.rows, self.fresh, self.again)
+        if self.cells.write(self.layer, self.rows, self.fresh, self.again):
+            self.waited.append(self.layer)
         self.written = self.layer
         return self._enqueued()
 

@@ -21,7 +21,7 @@ from .demand import Part, Shares
 from .ops import AfterWritten, AwaitSaved, Folding, Op, Save, Saved, Write, Written
 from .ring import Held, Residency, Spans
 
-MEMOS_MAX: Final = 4
+MEMOS_MAX: Final = 8
 
 Rows = tuple[tuple[int, int, int, int], ...]
 """(first row of the step, count, host page, first row in the page)"""
@@ -67,8 +67,9 @@ class Plan:
 
 @frozen(eq=False, slots=True)
 class Memo:
-    """A step that finds ``held`` and leaves ``then``. ``before``: of each layer, what comes before its ``Write``.
-    ``cells``: of each layer, the tail's cell of each part. ``save``: a name of a record that the plan does not use."""
+    """A step that finds ``held`` and leaves ``then``. ``again``: rows are written that may be on their way to the host.
+    ``before``: of each layer, what comes before its ``Write``, that wait apart. ``cells``: of each layer, the tail's
+    cell of each part. ``save``: a name of a record that is not used otherwise."""
 
     held: Held
     then: Held
@@ -77,6 +78,7 @@ class Memo:
     parts: tuple[Part, ...]
     fold: Folding
     ahead: bool
+    again: bool
     begin: tuple[Op, ...]
     before: tuple[tuple[Op, ...], ...]
     cells: tuple[tuple[int, ...], ...]
@@ -85,16 +87,15 @@ class Memo:
     save: int
     counts: Counts
 
-    def fits(self, residency: Residency, split: Shares, parts: tuple[Part, ...], fold: Folding, ahead: bool) -> bool:
+    def fits(self, residency: Residency, split: Shares, parts: tuple[Part, ...], fold: Folding, ahead: bool,
+             again: bool) -> bool:
         return (
             residency.held is self.held and split.layer_pages == self.layer_pages and split.ring == self.ring
-            and fold == self.fold and ahead == self.ahead and len(parts) == len(self.parts)
+            and fold == self.fold and ahead == self.ahead and again == self.again and len(parts) == len(self.parts)
             and all(part.sequence == mine.sequence and part.pages == mine.pages and part.first == mine.first
                     for part, mine in zip(parts, self.parts, strict=True)))
 
-    def repeated(self, residency: Residency, parts: tuple[Part, ...], page_tokens: int) -> Plan:
-        rows = rows_of(parts, page_tokens)
-        again = rewritten(residency.unsettled, rows)
+    def repeated(self, residency: Residency, rows: Rows, again: tuple[int, ...]) -> Plan:
         append = []
         for layer, cells in enumerate(self.cells):
             write = Write(layer, tuple(
@@ -103,7 +104,7 @@ class Memo:
                      for (_, count, page, first), cell in zip(rows, cells, strict=True)]
             append.append((*self.before[layer], write, Written(layer), AfterWritten(layer), *saves))
         if again:
-            append[0] = (Saved(self.save), AwaitSaved(self.save), *append[0])
+            append[0] = (Saved(self.save), AwaitSaved(self.save), *append[0])  # covers all that was saved so far
         unsettled = unsettled_after(residency.unsettled, rows, again, bool(again))
         after = Residency(self.then, unsettled, residency.memos)
         return Plan(self.begin, tuple(append), self.attend, self.end, after, self.counts, reused=True)

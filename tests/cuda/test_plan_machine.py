@@ -10,6 +10,7 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from kvstream.cuda import placing
 from tests.cuda.world import Split, World, cells_min, wander
 
 
@@ -91,8 +92,11 @@ TestSequences.settings = settings(max_examples=60, stateful_step_count=25, deadl
 
 
 @pytest.mark.parametrize("seed", range(60))
-def test_wandering(seed: int) -> None:
-    """Longer histories than Hypothesis makes, of more shapes."""
+def test_wandering(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Longer histories than Hypothesis makes, of more shapes; in every second one, small rings are put together too."""
+    if seed % 2:
+        monkeypatch.setattr(placing, "RING_CELLS_MIN", 2)
+        monkeypatch.setattr(placing, "PIECES_MAX", 1)
     dice = random.Random(seed)
     layers, page_tokens, sequences = dice.choice((1, 2, 3, 5)), dice.choice((2, 4)), dice.choice((1, 2, 3))
     rows = max(sequences, dice.choice((1, 3, 7, 9)))

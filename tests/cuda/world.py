@@ -129,6 +129,8 @@ class World:
             anew = plan_step(evolve(self.residency, memos=()), split, batch, tables, shape, ahead=ahead,
                              table_slots=table_slots)
             assert without_settling(plan) == without_settling(anew), "a plan made of another one is not the same"
+            assert plan.residency.held.same(anew.residency.held)
+            assert plan.residency.unsettled == anew.residency.unsettled
         self._did("step", plan, batch, tables)
         self.residency = plan.residency
         for sequence, new in widths:
