@@ -220,6 +220,15 @@ def test_pages_of_a_sequence_that_sits_out_stay_as_long_as_there_is_room() -> No
     assert world.checker.faults == []
 
 
+def test_a_larger_ring_takes_the_cells_of_a_sequence_that_sits_out() -> None:
+    world = World(layers=2, page_tokens=16, cells=26)
+    one, two = world.create(60), world.create(161)
+    world.step([(one, 1)], evenly(2, 3, 4))
+    plans = [world.step([(two, 1)], evenly(2, 3, ring), ahead=False) for ring in (4, 4, 4, 4, 16)]
+    assert [(plan.reused, plan.counts.freed) for plan in plans[2:]] == [(True, 0), (True, 0), (False, 6)]
+    assert world.checker.faults == []
+
+
 def test_a_shared_page_is_copied_once_and_attended_by_both() -> None:
     world = World(layers=2, page_tokens=4, cells=10)
     one = world.create(21)
