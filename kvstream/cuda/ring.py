@@ -353,10 +353,9 @@ class Cells:
 
         loaded, read = uploads(self.loaded), uploads(self.read)
         # Of the records of uploads that compute has not waited for, those that somebody may still ask for.
-        asked_for = np.unique(np.concatenate((loaded.ravel(), read.ravel())))
+        positions = frozenset((*loaded[loaded != NEVER].tolist(), *read[read != NEVER].tolist()))
         ready = [(name, vector(of)) for name, of in self.clocks.ready.items()]
-        covers = {next(name for name, of in ready if of[COPY] >= position)
-                  for position in asked_for.tolist() if position != NEVER}
+        covers = {next(name for name, of in ready if of[COPY] >= position) for position in positions}
         copy_heard = heard(known[COPY][SAVE], saved_low, saved_high, now[SAVE] + 1)
         compute_heard = heard(known[COMPUTE][SAVE], saved_low, saved_high, now[SAVE] + 1)
         save_heard = heard(used_high, used_low, used_high, now[COMPUTE] + 1)
