@@ -204,3 +204,27 @@ def wander(world: World, dice: random.Random, steps: int, sequences: int, rows: 
             widths = [(sequence, max(1, min(wide, rows // len(chosen_ids)))) for sequence in chosen_ids]
             if world.room(widths):
                 world.step(widths, split, dice.random() < 0.8, dice.choice((None, 4)))
+
+
+def revise(dice: random.Random) -> World:
+    """A world in which rows are written again and again, as when drafts are rejected."""
+    layers, page_tokens, sequences = dice.choice((2, 3)), dice.choice((4, 8)), dice.choice((1, 2))
+    rows = dice.choice((2, 5, 9))
+    world = World(layers, page_tokens, 24,
+                  cells_min(layers, page_tokens, rows, sequences) + dice.choice((0, 1, 2, 4, 12)))
+    for _ in range(sequences):
+        world.create(dice.randint(0, 2 * page_tokens))
+    splits = [Split(dice.randint(0, 4), tuple(dice.randint(0, 3) for _ in range(layers))) for _ in range(2)]
+    split = splits[0]
+    for _ in range(25):
+        if dice.random() < 0.15:
+            split = dice.choice(splits)
+        ids = list(world.tables)
+        if dice.random() < 0.6:
+            sequence = dice.choice(ids)
+            world.truncate(sequence, max(0, world.tokens[sequence] - dice.choice((1, 1, 1, 2, 4))))
+        chosen = ids if dice.random() < 0.7 else [dice.choice(ids)]
+        widths = [(sequence, dice.choice((1, 1, 1, max(1, rows // len(chosen))))) for sequence in chosen]
+        if world.room(widths):
+            world.step(widths, split, dice.random() < 0.5)
+    return world
