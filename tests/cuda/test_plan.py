@@ -84,6 +84,12 @@ def test_the_end_of_a_step_copies_for_the_next_one() -> None:
     assert {op.layer for op in last} == {0, 1}
 
 
+def test_what_passes_and_fits_in_the_ring_is_not_copied_again() -> None:
+    world = World(layers=2, page_tokens=16, cells=16)
+    plan = decoding(world, 90, Split(8, (2, 3)), steps=3)
+    assert plan.counts.uploads == 0 and plan.counts.found == 5
+
+
 def test_what_was_copied_ahead_is_not_used_when_the_next_step_is_another_one() -> None:
     world = World(layers=2, page_tokens=4, cells=16)
     one, two = world.create(60), world.create(40)
@@ -188,6 +194,22 @@ def test_a_ring_in_pieces_is_put_together_once(monkeypatch: pytest.MonkeyPatch) 
     unmoved, apart = copies()
     assert 0 < moved[0] < 20 and moved[1] == 0 and unmoved == [0, 0]
     assert together[1] < 0.7 * apart[1]
+
+
+def test_a_growing_sequence_leaves_the_ring_in_long_pieces() -> None:
+    """Each page that fills up and passes leaves a hole in every layer; the next tails go there."""
+    world = World(layers=8, page_tokens=2, host_pages=128, cells=8 * 20 + 8 + 80)
+    sequence = world.create(101)
+    copies, moved = [], []
+    for step in range(16):
+        plan = world.step([(sequence, 1)], evenly(8, 20, 80))
+        copies.append(plan.counts.copies)
+        moved.append(plan.counts.moved)
+        tail = world.tables[sequence][-1]
+        assert not step or tail not in [page for _, page in uploaded(plan)], "a tail was moved"
+    assert sum(copies[8:]) < 300  # 2,200 pages
+    assert 0 < sum(moved) < 20 and sum(moved[8:]) == 0
+    assert world.checker.faults == []
 
 
 def test_a_split_that_asks_for_too_much_is_cut_to_what_there_is() -> None:
