@@ -281,7 +281,8 @@ def plan_layout(geometry: Geometry, pool_bytes: int, host_bytes: int, rows_max: 
             f"{_size(host_page)} ({geometry.layers} layers), with {_size(bare.host_bytes)} for staging {_size(needed)}")
 
     fewest = cells_min(geometry, rows_max, sequences_max)
-    cells = (pool_bytes - bare.pool_bytes - WORKSPACE_ALIGNMENT) // geometry.page_bytes
+    room = (pool_bytes - bare.pool_bytes) // WORKSPACE_ALIGNMENT * WORKSPACE_ALIGNMENT
+    cells = room // geometry.page_bytes
     if cells < fewest:
         needed = Layout(geometry, fewest, 0, rows_max, sequences_max, context_max, table_slots).pool_bytes
         largest = sorted(bare.workspaces, key=lambda workspace: -workspace.size)[:3]

@@ -116,7 +116,7 @@ def decode(kind: KVType, raw: NDArray[Any], values: int) -> Floats:
 
 def _encode_plain(kind: KVType, rows: Floats) -> Bytes:
     if kind is KVType.F32:
-        return rows.view(np.uint8)
+        return rows.copy().view(np.uint8)
     if kind is KVType.F16:
         return rows.astype(np.float16).view(np.uint8)
     bits = rows.view(np.uint32)

@@ -1,0 +1,302 @@
+"""The nine KV types against the gguf library, which is what the files and the other runtimes follow, and iq4_nl, which
+that library cannot encode, against its definition."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator
+from typing import Any
+
+import gguf
+import numpy as np
+import pytest
+from gguf import GGMLQuantizationType, quants
+from hypothesis import given
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as arrays
+from numpy.typing import NDArray
+
+from kvstream.cuda.types import LEVELS, LEVELS_BETWEEN, KVType, decode, encode
+from kvstream.errors import ConfigError
+
+QUANTISED = [kind for kind in KVType if kind.block_values > 1]
+ENCODED_BY_GGUF = [kind for kind in KVType if kind is not KVType.IQ4_NL]
+SCALED = [kind for kind in QUANTISED if kind is not KVType.IQ4_NL]
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_warned_of() -> Iterator[None]:
+    """Overflow in f16, NaN and blocks of zeros are ordinary here; numpy must not tell the user's terminal of them."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", RuntimeWarning)
+        yield
+
+
+def theirs(kind: KVType) -> GGMLQuantizationType:
+    return GGMLQuantizationType[kind.name]
+
+
+def gguf_encode(kind: KVType, values: NDArray[Any]) -> NDArray[np.uint8]:
+    with np.errstate(all="ignore"):
+        raw = quants.quantize(values, theirs(kind))
+    return np.ascontiguousarray(raw).view(np.uint8)
+
+
+def gguf_decode(kind: KVType, raw: NDArray[np.uint8]) -> NDArray[np.float32]:
+    # The library takes the plain types as arrays of the type itself.
+    plain = {KVType.F32: np.float32, KVType.F16: np.float16}.get(kind, np.uint8)
+    with np.errstate(all="ignore"):
+        return np.asarray(quants.dequantize(raw.view(plain), theirs(kind)), np.float32)
+
+
+def same_bits(ours: NDArray[Any], expected: NDArray[Any]) -> bool:
+    return ours.shape == expected.shape and ours.tobytes() == expected.tobytes()
+
+
+def normal_values(seed: int, *shape: int, scale: float = 1.0) -> NDArray[np.float32]:
+    return np.random.default_rng(seed).standard_normal(shape, np.float32) * np.float32(scale)
+
+
+# --- names and sizes --------------------------------------------------------------------------------------------------
+
+
+def test_the_types() -> None:
+    assert [kind.label for kind in sorted(KVType, key=lambda kind: kind.code)] == [
+        "f32", "f16", "bf16", "q8_0", "q5_1", "q5_0", "q4_1", "q4_0", "iq4_nl"]
+    assert [kind.code for kind in KVType] == list(range(9))
+    assert [kind.row_bytes(1024) for kind in KVType] == [4096, 2048, 2048, 1088, 768, 704, 640, 576, 576]
+
+
+@pytest.mark.parametrize("kind", KVType, ids=str)
+def test_block_sizes_are_ggmls(kind: KVType) -> None:
+    assert (kind.block_values, kind.block_bytes) == gguf.GGML_QUANT_SIZES[theirs(kind)]
+
+
+@pytest.mark.parametrize("kind", KVType, ids=str)
+def test_found_by_name(kind: KVType) -> None:
+    assert KVType.of(kind.label) is kind
+    assert KVType.of(kind.label.upper()) is kind
+    assert str(kind) == kind.label
+
+
+def test_refusals_say_what_there_is() -> None:
+    with pytest.raises(ConfigError, match=r"'q6_k' is not known; there are f32, f16, .*iq4_nl"):
+        KVType.of("q6_k")
+    with pytest.raises(ConfigError, match="80 values cannot be stored as q8_0.* 32"):
+        KVType.Q8_0.row_bytes(80)
+    with pytest.raises(ConfigError):
+        KVType.F32.row_bytes(0)
+    with pytest.raises(ValueError, match="33 bytes are no row of 32 values of q8_0"):
+        decode(KVType.Q8_0, np.zeros(33, np.uint8), 32)
+
+
+# --- equal to gguf's, bit for bit -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("scale", [1e-30, 1e-9, 1e-6, 1e-3, 1.0, 1e3, 1e6, 1e30])
+@pytest.mark.parametrize("kind", ENCODED_BY_GGUF, ids=str)
+def test_encodes_normal_values_as_gguf(kind: KVType, scale: float) -> None:
+    values = normal_values(1, 40, 256, scale=scale)
+    assert same_bits(encode(kind, values), gguf_encode(kind, values))
+
+
+def edge_blocks() -> NDArray[np.float32]:
+    """Blocks at the borders of the arithmetic: signs of zero, one value only, equal extremes of both signs, values
+    exactly between two codes and one step beside them."""
+    ramp = np.arange(32, dtype=np.float32)
+    blocks = [
+        np.zeros(32), np.full(32, -0.0), np.ones(32), np.full(32, -3.25), ramp, -ramp, ramp - 16, ramp - 15.5, 16 - ramp,
+        np.where(ramp == 7, 5.0, 0.0), np.where(ramp == 31, -5.0, 0.0), np.where(ramp % 2 == 0, 2.0, -2.0),
+        np.where(ramp % 2 == 0, -2.0, 2.0), 2.0 ** (ramp - 16), (-2.0) ** (ramp - 16),
+        np.where(ramp == 0, 65504.0 * 8, 1.0), np.where(ramp == 0, 1e38, 1.0), np.where(ramp == 0, 1e38, -1e38),
+    ]
+    for steps in (254, 30, 16, 62, 32):  # codes of all types meet their ties in one of these
+        tied = (np.arange(32) - 15.5) / steps
+        tied[0], tied[1] = -0.5, 0.5
+        blocks += [tied, np.nextafter(tied.astype(np.float32), np.float32(9)),
+                   np.nextafter(tied.astype(np.float32), np.float32(-9))]
+    return np.array(blocks, np.float32)
+
+
+@pytest.mark.parametrize("kind", ENCODED_BY_GGUF, ids=str)
+def test_encodes_edges_as_gguf(kind: KVType) -> None:
+    for block in edge_blocks():
+        assert same_bits(encode(kind, block), gguf_encode(kind, block)), block
+
+
+# Below 1e-30 gguf divides by scales whose reciprocal overflows, and converts NaN to integers.
+BLOCKS = arrays.arrays(np.float32, (4, 32), elements=st.one_of(
+    st.just(0.0), st.floats(-1e30, 1e30, width=32).filter(lambda x: x == 0 or abs(x) > 1e-30),
+    st.integers(-254, 254).map(lambda n: n / 2)))
+
+
+@pytest.mark.parametrize("kind", ENCODED_BY_GGUF, ids=str)
+@given(values=BLOCKS)
+def test_encodes_anything_as_gguf(kind: KVType, values: NDArray[np.float32]) -> None:
+    assert same_bits(encode(kind, values), gguf_encode(kind, values))
+
+
+@pytest.mark.parametrize("kind", KVType, ids=str)
+def test_decodes_any_bytes_as_gguf(kind: KVType) -> None:
+    """Random bytes are blocks with random scales, also infinite and NaN ones, and every code."""
+    raw = np.random.default_rng(2).integers(0, 256, (64, 8 * kind.row_bytes(32)), np.uint8)
+    ours, expected = decode(kind, raw, 256), gguf_decode(kind, raw)
+    assert np.array_equal(np.isnan(ours), np.isnan(expected))
+    assert same_bits(np.nan_to_num(ours, nan=7), np.nan_to_num(expected, nan=7))
+
+
+@pytest.mark.parametrize("kind", [KVType.F16, KVType.BF16], ids=str)
+def test_every_16_bit_pattern(kind: KVType) -> None:
+    raw = np.arange(65536, dtype=np.uint16).view(np.uint8)
+    values = decode(kind, raw, 65536)
+    assert same_bits(values, gguf_decode(kind, raw))
+    back = encode(kind, values).view(np.uint16)
+    assert np.array_equal(back[~np.isnan(values)], np.arange(65536)[~np.isnan(values)])
+    assert np.isnan(decode(kind, back.view(np.uint8), 65536)[np.isnan(values)]).all()
+    finite = values[np.isfinite(values)].astype(np.float64)
+    halfway = np.sort(finite)[:-1] / 2 + np.sort(finite)[1:] / 2
+    halfway = halfway.astype(np.float32)
+    around = np.concatenate([halfway, np.nextafter(halfway, np.float32(np.inf)), np.nextafter(halfway, np.float32(-np.inf))])
+    assert same_bits(encode(kind, around), gguf_encode(kind, around))
+
+
+def test_a_nan_stays_a_nan_in_bf16() -> None:
+    """Its payload may lie in the 16 bits that are cut off, and rounding must not carry it into the sign."""
+    bits = np.array([0x7F800001, 0xFF800001, 0x7FFFFFFF, 0xFFFFFFFF, 0x7FC00000, 0x7F808000], np.uint32)
+    raw = encode(KVType.BF16, bits.view(np.float32))
+    assert same_bits(raw, gguf_encode(KVType.BF16, bits.view(np.float32)))
+    assert np.isnan(decode(KVType.BF16, raw, 6)).all()
+
+
+# --- where gguf is not defined, or cannot encode ----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", QUANTISED, ids=str)
+@pytest.mark.parametrize("tiny", [0.0, 1e-45, 1e-40, 1e-38, 1e-37])
+def test_blocks_without_a_usable_scale_are_zeros(kind: KVType, tiny: float) -> None:
+    values = np.linspace(-tiny, tiny, 32, dtype=np.float32)
+    assert np.array_equal(decode(kind, encode(kind, values), 32), np.zeros(32))
+
+
+@pytest.mark.parametrize("kind", QUANTISED, ids=str)
+@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf, 3e38])
+def test_a_bad_block_harms_no_neighbour(kind: KVType, bad: float) -> None:
+    values = normal_values(3, 5, 96)
+    good = encode(kind, values)
+    values[2, 40] = bad
+    raw = encode(kind, values)
+    blocks = np.arange(15).reshape(5, 3).repeat(kind.block_bytes, axis=1)
+    assert np.array_equal(raw[blocks != 7], good[blocks != 7])
+
+
+@pytest.mark.parametrize("kind", QUANTISED, ids=str)
+def test_error_is_at_most_half_a_step(kind: KVType) -> None:
+    """Half a step of the scale, and what f16 does to scale and offset."""
+    values = normal_values(4, 64, 128)
+    blocks = values.reshape(-1, 32)
+    error = np.abs(decode(kind, encode(kind, values), 128).reshape(-1, 32) - blocks).max(axis=1)
+    size, spread = np.abs(blocks).max(axis=1), np.ptp(blocks, axis=1)
+    # The symmetric types reach one step less on the side that has not the extreme: there the error is a whole step.
+    step = {KVType.Q8_0: size / 127 / 2, KVType.Q5_1: spread / 31 / 2, KVType.Q4_1: spread / 15 / 2,
+            KVType.Q5_0: size / 16, KVType.Q4_0: size / 8, KVType.IQ4_NL: size * 17 / 127}[kind]
+    assert (error <= step + 2 * size / 1024).all()
+    assert error.max() > step.max() / 4  # and the bound says something
+
+
+def test_iq4_nl_takes_the_nearest_level() -> None:
+    values = normal_values(5, 200, 32)
+    values[:100] = np.round(values[:100] * 64) / 64  # many ties
+    raw = encode(KVType.IQ4_NL, values)
+    codes = np.concatenate([raw[:, 2:] & 15, raw[:, 2:] >> 4], axis=1)
+    extreme = np.take_along_axis(values, np.abs(values).argmax(axis=1)[:, None], axis=1)
+    inverse = np.float32(1) / (extreme / np.float32(-127))
+    steps = (values * inverse).astype(np.float64)
+    distance = np.abs(steps[:, :, None] - np.array(LEVELS, np.float64))
+    nearest = 15 - distance[:, :, ::-1].argmin(axis=2)  # of two as near, the upper
+    assert np.array_equal(codes, nearest)
+
+
+def test_iq4_nl_borders_belong_to_the_upper_level() -> None:
+    """With an extreme of -127 the values are the steps themselves."""
+    for code, border in enumerate(LEVELS_BETWEEN):
+        below = np.nextafter(np.float32(border), np.float32(-200))
+        values = np.array([-127.0, border, below] + [0.0] * 29, np.float32)
+        raw = encode(KVType.IQ4_NL, values)
+        assert [int(byte & 15) for byte in raw[3:5]] == [code + 1, code]
+
+
+def test_iq4_nl_scale_fits_best() -> None:
+    """Among all f16 scales none gives a smaller error, weighed by the squares of the values."""
+    values = normal_values(6, 100, 32).astype(np.float64)
+    raw = encode(KVType.IQ4_NL, values)
+    codes = np.concatenate([raw[:, 2:] & 15, raw[:, 2:] >> 4], axis=1)
+    levels = np.array(LEVELS, np.float64)[codes]
+    bits = np.ascontiguousarray(raw[:, :2]).view(np.uint16)[:, 0]
+
+    def error(scales: NDArray[np.uint16]) -> NDArray[np.float64]:
+        scale = scales.view(np.float16).astype(np.float64)[:, None]
+        return np.asarray((values**2 * (values - scale * levels) ** 2).sum(axis=1))
+
+    for step in (-1, 1):
+        assert (error(bits) <= error((bits + step).astype(np.uint16)) * (1 + 1e-4)).all()
+    first = values[np.arange(100), np.abs(values).argmax(axis=1)] / -127
+    assert error(bits).sum() < 0.98 * error(first.astype(np.float16).view(np.uint16)).sum()
+
+
+def test_iq4_nl_keeps_levels() -> None:
+    """What was decoded once is encoded to the same values again, whatever the scale."""
+    codes = np.arange(32) % 16
+    for scale in (2.0**-14, 0.0007, 0.25, 1.0, 33.0, 500.0):
+        values = np.array(LEVELS, np.float32)[codes] * np.float32(np.float16(scale))
+        assert np.array_equal(decode(KVType.IQ4_NL, encode(KVType.IQ4_NL, values), 32), values)
+
+
+@pytest.mark.parametrize("power", [-60, -20, 20, 60])
+def test_iq4_nl_neither_under_nor_overflows(power: int) -> None:
+    """The codes do not depend on the size of the values, although their squares leave f32."""
+    values = normal_values(7, 50, 64)
+    small = encode(KVType.IQ4_NL, values).reshape(50, 2, 18)
+    large = encode(KVType.IQ4_NL, values * np.float32(2.0**power)).reshape(50, 2, 18)
+    assert np.array_equal(small[..., 2:], large[..., 2:])
+
+
+def test_iq4_nl_vector() -> None:
+    """By hand: the extreme -127 makes the first scale 1; all values are levels, so the fit is 1 too (f16 0x3C00)."""
+    values = np.array([*LEVELS, *reversed(LEVELS)], np.float32)
+    expected = bytes([0x00, 0x3C]) + bytes(low | (15 - low) << 4 for low in range(16))
+    assert encode(KVType.IQ4_NL, values).tobytes() == expected
+
+
+# --- shapes -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", KVType, ids=str)
+def test_shapes(kind: KVType) -> None:
+    values = normal_values(8, 3, 5, 64)
+    raw = encode(kind, values)
+    assert raw.shape == (3, 5, kind.row_bytes(64)) and raw.dtype == np.uint8
+    back = decode(kind, raw, 64)
+    assert back.shape == (3, 5, 64) and back.dtype == np.float32
+    for row in np.ndindex(3, 5):
+        assert same_bits(raw[row], encode(kind, values[row]))
+        assert same_bits(back[row], decode(kind, raw[row], 64))
+    assert encode(kind, values[:0]).shape == (0, 5, kind.row_bytes(64))
+    assert decode(kind, raw[:0], 64).shape == (0, 5, 64)
+
+
+@pytest.mark.parametrize("kind", KVType, ids=str)
+def test_strided_and_doubles(kind: KVType) -> None:
+    wide = normal_values(9, 6, 128)
+    assert same_bits(encode(kind, wide[::2, 32:96]), encode(kind, wide[::2, 32:96].copy()))
+    assert same_bits(encode(kind, wide.astype(np.float64)), encode(kind, wide))
+    raw = encode(kind, wide)
+    assert same_bits(decode(kind, raw[::-1], 128), decode(kind, raw, 128)[::-1].copy())
+
+
+@pytest.mark.parametrize("kind", KVType, ids=str)
+def test_no_memory_is_shared(kind: KVType) -> None:
+    """A pinned page is decoded and then overwritten by the next copy."""
+    values = normal_values(10, 32)
+    raw = encode(kind, values)
+    assert not np.shares_memory(raw, values)
+    assert not np.shares_memory(decode(kind, raw, 32), raw)
