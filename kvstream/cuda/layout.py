@@ -31,18 +31,22 @@ from .types import KVType
 
 HEAD_SIZES = (64, 80, 96, 128, 256)
 """There is a kernel for each of these."""
+GROUP_MAX = 16
+"""Query heads that may share a KV head."""
+PAGE_TOKENS_STEP, PAGE_TOKENS_MAX = 32, 512
 
 ALIGNMENT = 128
 WORKSPACE_ALIGNMENT = 256
-PAGE_TOKENS_STEP, PAGE_TOKENS_MAX = 32, 1024
 
-ENTRY_INTS = 8
-"""What the kernels are told of one page of one sequence in one layer, in 32-bit words (kernels/README.md)."""
-ROW_INTS = 8
-"""What they are told of one query row."""
+ENTRY_INTS, TILE_INTS, FOLD_INTS = 8, 8, 4
+"""What the kernels are told of a page of one sequence, a tile of query vectors, and a row to fold (kernels/README.md)."""
+TILE_VECTORS = 8
+"""Query vectors (a row's query head each) of one tile."""
+
 TABLE_BYTES_MAX = 32 << 20
-"""The table of partial results is no larger than this unless asked for: a table that is too small for a step is used
-several times in it."""
+"""The table of partial results is no larger than this unless asked for: steps that need more use the running form."""
+TILE_BYTES_MAX = 4 << 20
+"""Nor is what is said of tiles, which grows with the waves of a step: one with very many is sent in pieces."""
 
 
 def _padded(size: int, to: int) -> int:
@@ -71,6 +75,8 @@ class Geometry:
                     if value < 1]
         if not problems and self.q_heads % self.kv_heads:
             problems.append(f"{self.q_heads} query heads cannot share {self.kv_heads} KV heads evenly")
+        elif not problems and self.group > GROUP_MAX:
+            problems.append(f"{self.group} query heads share a KV head; the kernels take up to {GROUP_MAX}")
         if self.head_size not in HEAD_SIZES:
             problems.append(f"there is no kernel for head size {self.head_size}; there are "
                             f"{', '.join(map(str, HEAD_SIZES))}")
@@ -116,7 +122,7 @@ class Geometry:
 
     @property
     def partial_bytes(self) -> int:
-        """The partial result of one query row over one page, all its heads: maximum, sum and head_size numerators."""
+        """The partial result of one query row over one page, all its heads: head_size numerators, maximum and sum."""
         return self.q_heads * (self.head_size + 2) * 4
 
     def pages(self, tokens: int) -> int:
@@ -179,6 +185,10 @@ class Layout:
         return self.pool_bytes - self.workspaces[0].offset
 
     @property
+    def tile_slots(self) -> int:
+        return tile_slots(self.geometry, self.rows_max, self.sequences_max, self.context_max)
+
+    @property
     def entries_max(self) -> int:
         """Pages that one layer may have to attend in one step: each of every sequence, shared ones as often as they
         are shared."""
@@ -210,7 +220,7 @@ class Layout:
         return self.slab_bytes + 2 * self.staging_bytes
 
 
-STAGED = ("pointers", "targets", "entries", "rows")
+STAGED = ("pointers", "targets", "entries", "tiles", "folds", "positions")
 """The workspaces that are written from the host at the beginning of a step. They lie next to each other, so that one
 copy does."""
 
@@ -220,25 +230,45 @@ def workspace_sizes(geometry: Geometry, rows_max: int, sequences_max: int, conte
     """Name and size of each, in the order in which they lie.
 
     * ``pointers``: u64[layers][2][entries], where K and V of each page are, K first. ``targets``: u64[layers][2][rows],
-      where each new row is to be written. ``entries`` and ``rows``: i32, see ENTRY_INTS and ROW_INTS.
+      where each new row is to be written. Of i32: ``entries``[layers][entries][8], ``tiles``[slots][8],
+      ``folds``[layers][rows][4], ``positions``[rows].
     * ``q``, ``k``, ``v``: f32 inputs of one layer; ``out``: f32[rows][q_heads][head_size].
-    * ``state``: the running (m, l, numerators) of each query row. ``table``: those of single pages.
+    * ``state``: the running numerators of each query row, f32[rows][q_heads][head_size], and ``state_ml`` its maximum
+      and sum, f32[rows][q_heads][2]. ``table`` and ``table_ml``: those of single pages, with slots for rows.
     """
     entries = sequences_max * geometry.pages(context_max)
-    q_bytes = rows_max * geometry.q_heads * geometry.head_size * 4
+    heads, head_bytes = geometry.q_heads, geometry.head_size * 4
     kv_bytes = rows_max * geometry.row_values * 4
     return (
         ("pointers", geometry.layers * 2 * entries * 8),
         ("targets", geometry.layers * 2 * rows_max * 8),
         ("entries", geometry.layers * entries * ENTRY_INTS * 4),
-        ("rows", rows_max * ROW_INTS * 4),
-        ("q", q_bytes),
+        ("tiles", tile_slots(geometry, rows_max, sequences_max, context_max) * TILE_INTS * 4),
+        ("folds", geometry.layers * rows_max * FOLD_INTS * 4),
+        ("positions", rows_max * 4),
+        ("q", rows_max * heads * head_bytes),
         ("k", kv_bytes),
         ("v", kv_bytes),
-        ("out", q_bytes),
-        ("state", rows_max * geometry.partial_bytes),
-        ("table", table_slots * geometry.partial_bytes),
+        ("out", rows_max * heads * head_bytes),
+        ("state", rows_max * heads * head_bytes),
+        ("state_ml", rows_max * heads * 8),
+        ("table", table_slots * heads * head_bytes),
+        ("table_ml", table_slots * heads * 8),
     )
+
+
+def tiles_max(geometry: Geometry, rows_max: int, sequences_max: int) -> int:
+    """Tiles of one wave: the vectors of a sequence are cut into whole tiles, the last of which may be partly empty."""
+    sequences = min(sequences_max, rows_max)
+    return (rows_max * geometry.group + sequences * (TILE_VECTORS - 1)) // TILE_VECTORS
+
+
+def tile_slots(geometry: Geometry, rows_max: int, sequences_max: int, context_max: int) -> int:
+    """Tiles that can be told of at once: all of a step that attends one page per wave, if that is not too much, and at
+    least all of one wave in every layer."""
+    wave = geometry.layers * tiles_max(geometry, rows_max, sequences_max)
+    waves = sequences_max * geometry.pages(context_max)
+    return max(wave, min(wave * waves, TILE_BYTES_MAX // (TILE_INTS * 4)))
 
 
 def staging_size(workspaces: tuple[Workspace, ...]) -> int:

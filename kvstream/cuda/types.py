@@ -24,7 +24,7 @@ roundings, never one fused: the kernels are compiled to keep them apart, or the 
 levels would differ.
 
 Values must be finite. What a block that holds a NaN or an infinity decodes to is not defined, but its neighbours do not
-suffer. A scale whose reciprocal is not finite (a block of zeros, or of values below 1e-37) has codes that stand for
+suffer. A scale whose reciprocal is not finite (a block of zeros, or of values below 1e-37) has codes as if all steps were
 zero; there ``gguf`` converts NaN to integers, which no two machines do alike.
 """
 
@@ -46,6 +46,9 @@ LEVELS = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 1
 
 LEVELS_BETWEEN = tuple((low + high) / 2 for low, high in zip(LEVELS, LEVELS[1:], strict=False))
 """Halfway between two levels (exact in f32). A value on the border takes the upper level."""
+
+LEVELS_MIN = 1e-15
+"""A block of iq4_nl whose values are all smaller than this is all zero bytes: their cubes leave f32."""
 
 
 class KVType(Enum):
@@ -178,23 +181,23 @@ def _encode_q8(blocks: Floats) -> Bytes:
 def _encode_levels(blocks: Floats) -> Bytes:
     """iq4_nl: the nearest level of each value for a first scale, then the scale that fits those levels best.
 
-    The fit weighs an error by the square of its value (large values decide more of an attention score) and is done on
-    values in units of the first scale, so that nothing under- or overflows: sum(w v t) / sum(w v v) with w = t t, value
-    after value.
+    The fit weighs an error by the square of its value: it is sum(w q x) / sum(w q q) with w = x x and q the level, value
+    after value, w q first. So does ggml, where it is given no weights of its own.
     """
-    first = _extreme(blocks) / np.float32(LEVELS[0])
+    extreme = _extreme(blocks)
+    first = extreme / np.float32(LEVELS[0])
     steps = blocks * _reciprocal(first)
     codes = np.searchsorted(np.array(LEVELS_BETWEEN, np.float32), steps, side="right").astype(np.uint8)
     levels = np.array(LEVELS, np.float32)[codes]
     above = np.zeros(len(blocks), np.float32)
     below = np.zeros(len(blocks), np.float32)
     for index in range(blocks.shape[1]):
-        step, level = steps[:, index], levels[:, index]
-        weighted = step * step * level
-        above = above + weighted * step
+        value, level = blocks[:, index], levels[:, index]
+        weighted = value * value * level
+        above = above + weighted * value
         below = below + weighted * level
-    fit = np.where(below > 0, above / below, np.float32(1))
-    return np.concatenate([_f16(first * fit[:, None]), _halves(codes)], axis=1)
+    raw = np.concatenate([_f16((above / below)[:, None]), _halves(codes)], axis=1)
+    return np.where(np.abs(extreme) < np.float32(LEVELS_MIN), np.uint8(0), raw)
 
 
 def _reciprocal(scale: Floats) -> Floats:

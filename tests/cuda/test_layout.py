@@ -10,7 +10,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvstream.cuda.layout import ALIGNMENT, STAGED, Geometry, Layout, cells_min, plan_layout, workspace_sizes
+from kvstream.cuda.layout import (
+    ALIGNMENT,
+    STAGED,
+    Geometry,
+    Layout,
+    cells_min,
+    plan_layout,
+    tile_slots,
+    tiles_max,
+    workspace_sizes,
+)
 from kvstream.cuda.types import KVType
 from kvstream.errors import ConfigError
 
@@ -50,9 +60,10 @@ def test_a_block_may_straddle_two_heads_but_no_row() -> None:
 @pytest.mark.parametrize(("changes", "expected"), [
     ({"layers": 0}, "layers is 0"),
     ({"kv_heads": 0}, "kv_heads is 0"),
+    ({"q_heads": 68}, "17 query heads share a KV head; the kernels take up to 16"),
     ({"q_heads": 6}, "6 query heads cannot share 4 KV heads"),
     ({"head_size": 72}, "no kernel for head size 72; there are 64, 80, 96, 128, 256"),
-    ({"page_tokens": 48}, "pages of 48 tokens: it must be a multiple of 32 up to 1024"),
+    ({"page_tokens": 48}, "pages of 48 tokens: it must be a multiple of 32 up to 512"),
     ({"page_tokens": 0}, "pages of 0 tokens"),
     ({"page_tokens": 2048}, "pages of 2048 tokens"),
 ])
@@ -189,26 +200,46 @@ def test_the_published_pool() -> None:
     assert 2048 * MIB // QWEN.page_bytes == 5041
     assert 2048 * MIB - QWEN.page_bytes - 256 <= layout.pool_bytes <= 2048 * MIB
     assert layout.workspace_bytes < 64 * MIB and layout.cells > 4880
-    assert layout.workspace("table").size == 1024 * 24 * 258 * 4  # one row over all pages of the longest context
-    assert layout.entries_max == 1024 and layout.staging_bytes < MIB
+    assert layout.workspace("table").size == 1024 * 24 * 256 * 4  # one row over all pages of the longest context
+    assert layout.entries_max == 1024 and layout.staging_bytes < 6 * MIB
     assert layout.host_pages == ((8 << 30) - 2 * layout.staging_bytes) // (16 * QWEN.page_bytes)
 
 
 def test_the_table_is_bounded() -> None:
     wide = plan_layout(QWEN, 2048 * MIB, 8 << 30, rows_max=64, sequences_max=4, context_max=256 << 10)
-    assert 31 * MIB < wide.workspace("table").size <= 32 * MIB
+    assert 31 * MIB < wide.workspace("table").size + wide.workspace("table_ml").size <= 32 * MIB
     small = plan_layout(QWEN, 96 * MIB, 8 << 30, rows_max=64, sequences_max=1, context_max=256 << 10)
-    assert 5 * MIB < small.workspace("table").size <= 6 * MIB
+    assert 5 * MIB < small.workspace("table").size + small.workspace("table_ml").size <= 6 * MIB
     asked = plan_layout(QWEN, 2048 * MIB, 8 << 30, 64, 1, 256 << 10, table_slots=3000)
-    assert asked.workspace("table").size == 3000 * QWEN.partial_bytes
+    assert asked.workspace("table").size + asked.workspace("table_ml").size == 3000 * QWEN.partial_bytes
+
+
+@pytest.mark.parametrize("group", [1, 3, 8, 16])
+@pytest.mark.parametrize("sequences", [1, 2, 3])
+def test_the_most_tiles(group: int, sequences: int) -> None:
+    """Tried out: however rows are dealt to sequences."""
+    geometry = Geometry(2, 1, group, 64, KVType.F16, KVType.F16)
+    for rows in range(1, 20):
+        dealt = [deal for deal in itertools.product(range(rows + 1), repeat=sequences) if sum(deal) == rows]
+        most = max(sum(-(-mine * group // 8) for mine in deal) for deal in dealt)
+        assert most <= tiles_max(geometry, rows, sequences) <= most + sequences
+
+
+def test_tiles_are_bounded() -> None:
+    wave = QWEN.layers * tiles_max(QWEN, 512, 1)
+    assert wave == 16 * 384
+    assert tile_slots(QWEN, 512, 1, 1000) == 4 * wave  # four pages, each a wave
+    assert tile_slots(QWEN, 512, 1, 256 << 10) == (4 << 20) // 32
+    assert tile_slots(QWEN, 65536, 1, 256 << 10) == 16 * 65536 * 6 // 8
 
 
 def test_workspaces_have_the_documented_sizes() -> None:
     geometry = Geometry(3, 2, 6, 96, KVType.F16, KVType.Q8_0, page_tokens=64)
     assert dict(workspace_sizes(geometry, rows_max=5, sequences_max=2, context_max=200, table_slots=7)) == {
-        "pointers": 3 * 2 * 8 * 8, "targets": 3 * 2 * 5 * 8, "entries": 3 * 8 * 32, "rows": 5 * 32,
-        "q": 5 * 6 * 96 * 4, "k": 5 * 2 * 96 * 4, "v": 5 * 2 * 96 * 4, "out": 5 * 6 * 96 * 4,
-        "state": 5 * 6 * 98 * 4, "table": 7 * 6 * 98 * 4}
+        "pointers": 3 * 2 * 8 * 8, "targets": 3 * 2 * 5 * 8, "entries": 3 * 8 * 32, "tiles": 3 * 3 * 8 * 32,
+        "folds": 3 * 5 * 16, "positions": 5 * 4, "q": 5 * 6 * 96 * 4, "k": 5 * 2 * 96 * 4, "v": 5 * 2 * 96 * 4,
+        "out": 5 * 6 * 96 * 4, "state": 5 * 6 * 96 * 4, "state_ml": 5 * 6 * 2 * 4, "table": 7 * 6 * 96 * 4,
+        "table_ml": 7 * 6 * 2 * 4}
 
 
 def test_refusals_name_what_is_needed() -> None:
