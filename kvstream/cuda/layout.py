@@ -317,10 +317,10 @@ def plan_layout(geometry: Geometry, pool_bytes: int, host_bytes: int, rows_max: 
         needed = Layout(geometry, fewest, 0, rows_max, sequences_max, context_max, table_slots).pool_bytes
         largest = sorted(bare.workspaces, key=lambda workspace: -workspace.size)[:3]
         problems.append(
-            f"a pool of {_size(pool_bytes)} is too small: {fewest} cells of {_size(geometry.page_bytes)} are needed for "
-            f"{sequences_max} sequences in {geometry.layers} layers, and {_size(bare.pool_bytes)} for workspaces "
-            f"({', '.join(f'{workspace.name} {_size(workspace.size)}' for workspace in largest)}, ...), together "
-            f"{_size(needed)}; fewer rows per step or fewer sequences take less")
+            f"a pool of {_size(pool_bytes)} is too small: {fewest} cells of {_size(geometry.page_bytes)} are needed "
+            f"(layers {geometry.layers}, sequences {sequences_max}, rows {rows_max}), and {_size(bare.pool_bytes)} for "
+            f"workspaces ({', '.join(f'{workspace.name} {_size(workspace.size)}' for workspace in largest)}, ...), "
+            f"together {_size(needed)}; fewer rows per step or fewer sequences take less")
     if problems:
         raise ConfigError(problems)
 

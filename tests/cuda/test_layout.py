@@ -199,7 +199,7 @@ def test_the_published_pool() -> None:
     layout = plan_layout(QWEN, 2048 * MIB, 8 << 30, rows_max=512, sequences_max=1, context_max=256 << 10)
     assert 2048 * MIB // QWEN.page_bytes == 5041
     assert 2048 * MIB - QWEN.page_bytes - 256 <= layout.pool_bytes <= 2048 * MIB
-    assert layout.workspace_bytes < 64 * MIB and layout.cells > 4880
+    assert layout.workspace_bytes < 72 * MIB and layout.cells > 4860
     assert layout.workspace("table").size == 1024 * 24 * 256 * 4  # one row over all pages of the longest context
     assert layout.entries_max == 1024 and layout.staging_bytes < 6 * MIB
     assert layout.host_pages == ((8 << 30) - 2 * layout.staging_bytes) // (16 * QWEN.page_bytes)
@@ -251,7 +251,7 @@ def test_refusals_name_what_is_needed() -> None:
         plan(MIB, MIB)
     host, pool = refused.value.problems
     assert "32768 tokens are 128 pages of 6.5 MiB (16 layers)" in host
-    assert "a pool of 1.0 MiB is too small: 17 cells of 425,984 bytes are needed for 1 sequences in 16 layers" in pool
+    assert "a pool of 1.0 MiB is too small: 17 cells of 425,984 bytes are needed (layers 16, sequences 1, rows 1)" in pool
     assert re.search(r"together 7\.0 MiB; fewer rows per step", pool)
 
     fits = plan_layout(QWEN, 64 * MIB, 4 << 30, 1, 1, 32768, table_slots=1)
