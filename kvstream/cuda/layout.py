@@ -1,6 +1,6 @@
 """Where everything lies: the shape of the model's KV, and offsets in the two pieces of memory that hold it.
 
-**The slab** is pinned host memory and has the truth. For each layer it is a K plane and then a V plane of ``host_pages``
+**The slab** is pinned host memory and has the truth. For each layer it is a K plane and then a V plane, ``host_pages``
 pages each. A host page is one id for all layers, and pages with adjacent ids are adjacent in every plane, so that a run
 of pages of one layer is two copies::
 
@@ -11,8 +11,8 @@ then all V parts, then the workspaces::
 
     | K of cell 0, 1, ... | V of cell 0, 1, ... | workspaces |
 
-Whether a cell is resident, in transit or a tail is written in the planner's map and nowhere here, so that changing one's
-mind moves no byte. Every page part is padded to ``ALIGNMENT``, so that kernels may load wide from its beginning.
+Whether a cell is resident, in transit or a tail is in the planner's map and nowhere here, so that changing one's mind
+moves no byte. Every page part is padded to ``ALIGNMENT``, so that kernels may load wide from its beginning.
 
 **Workspaces** are all the memory that a step needs besides cells, sized for the largest step that is allowed and
 allocated with the pool: nothing is allocated later, so nothing can fail in the middle of a request. ``staging`` is the
@@ -39,7 +39,7 @@ ALIGNMENT = 128
 WORKSPACE_ALIGNMENT = 256
 
 ENTRY_INTS, TILE_INTS, FOLD_INTS = 8, 8, 4
-"""What the kernels are told of a page of one sequence, a tile of query vectors, and a row to fold (kernels/README.md)."""
+"""What the kernels are told of a page of a sequence, a tile of query vectors, and a row to fold (kernels/README.md)."""
 TILE_VECTORS = 8
 """Query vectors (a row's query head each) of one tile."""
 
@@ -307,8 +307,9 @@ def plan_layout(geometry: Geometry, pool_bytes: int, host_bytes: int, rows_max: 
     if host_pages < host_pages_min:
         needed = bare.host_bytes + host_pages_min * host_page
         problems.append(
-            f"{_size(host_bytes)} of host memory are too little: {context_max} tokens are {host_pages_min} pages of "
-            f"{_size(host_page)} ({geometry.layers} layers), with {_size(bare.host_bytes)} for staging {_size(needed)}")
+            f"{host_bytes:,} bytes of host memory are too little: {context_max} tokens are {host_pages_min} pages of "
+            f"{_size(host_page)} ({geometry.layers} layers), with {_size(bare.host_bytes)} for "
+            f"staging {needed:,} bytes")
 
     fewest = cells_min(geometry, rows_max, sequences_max)
     room = (pool_bytes - bare.pool_bytes) // WORKSPACE_ALIGNMENT * WORKSPACE_ALIGNMENT
@@ -317,10 +318,10 @@ def plan_layout(geometry: Geometry, pool_bytes: int, host_bytes: int, rows_max: 
         needed = Layout(geometry, fewest, 0, rows_max, sequences_max, context_max, table_slots).pool_bytes
         largest = sorted(bare.workspaces, key=lambda workspace: -workspace.size)[:3]
         problems.append(
-            f"a pool of {_size(pool_bytes)} is too small: {fewest} cells of {_size(geometry.page_bytes)} are needed "
+            f"a pool of {pool_bytes:,} bytes is too small: {fewest} cells of {_size(geometry.page_bytes)} are needed "
             f"(layers {geometry.layers}, sequences {sequences_max}, rows {rows_max}), and {_size(bare.pool_bytes)} for "
             f"workspaces ({', '.join(f'{workspace.name} {_size(workspace.size)}' for workspace in largest)}, ...), "
-            f"together {_size(needed)}; fewer rows per step or fewer sequences take less")
+            f"together {needed:,} bytes; fewer rows per step or fewer sequences take less")
     if problems:
         raise ConfigError(problems)
 
@@ -330,5 +331,5 @@ def plan_layout(geometry: Geometry, pool_bytes: int, host_bytes: int, rows_max: 
 
 
 def _size(size: int) -> str:
-    """Bytes for people, exact below a MiB."""
+    """For people; a size that must be met is written out."""
     return f"{size / (1 << 20):,.1f} MiB" if abs(size) >= 1 << 20 else f"{size:,} bytes"

@@ -1,7 +1,7 @@
 """What attention is, in float64 and without tricks: the oracle that the kernels are compared with.
 
-``attention`` is the textbook's: all scores, a softmax, a weighted sum. ``attention_paged`` reads encoded pages and works
-as the kernels do: each page gives a *partial* result by itself, and a *fold* goes over the partials in page order. The
+``attention`` is the textbook's: all scores, a softmax, a weighted sum. ``attention_paged`` reads encoded pages and goes
+the kernels' way: each page gives a *partial* result by itself, and a *fold* goes over the partials in page order. The
 two are written apart on purpose, and a test holds them against each other.
 
 A query row at position p sees the tokens 0..p of its sequence. Query head h uses KV head h // group.

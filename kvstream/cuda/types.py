@@ -24,13 +24,14 @@ roundings, never one fused: the kernels are compiled to keep them apart, or the 
 levels would differ.
 
 Values must be finite. What a block that holds a NaN or an infinity decodes to is not defined, but its neighbours do not
-suffer. A scale whose reciprocal is not finite (a block of zeros, or of values below 1e-37) has codes as if all steps were
-zero; there ``gguf`` converts NaN to integers, which no two machines do alike.
+suffer. Where the reciprocal of the scale is not finite (a block of zeros, or of values below 1e-37) the codes are those
+of zeros; there ``gguf`` converts NaN to integers, which no two machines do alike.
 """
 
 from __future__ import annotations
 
 from enum import Enum
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -44,7 +45,7 @@ Floats = NDArray[np.float32]
 LEVELS = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
 """What the 16 codes of iq4_nl stand for, in units of the scale: dense around zero, where most values are."""
 
-LEVELS_BETWEEN = tuple((low + high) / 2 for low, high in zip(LEVELS, LEVELS[1:], strict=False))
+LEVELS_BETWEEN = tuple((low + high) / 2 for low, high in pairwise(LEVELS))
 """Halfway between two levels (exact in f32). A value on the border takes the upper level."""
 
 LEVELS_MIN = 1e-15
@@ -181,8 +182,8 @@ def _encode_q8(blocks: Floats) -> Bytes:
 def _encode_levels(blocks: Floats) -> Bytes:
     """iq4_nl: the nearest level of each value for a first scale, then the scale that fits those levels best.
 
-    The fit weighs an error by the square of its value: it is sum(w q x) / sum(w q q) with w = x x and q the level, value
-    after value, w q first. So does ggml, where it is given no weights of its own.
+    The fit weighs an error by the square of its value: it is sum(w q x) / sum(w q q) with w = x x and q the level,
+    value after value, w q first. So does ggml, where it is given no weights of its own.
     """
     extreme = _extreme(blocks)
     first = extreme / np.float32(LEVELS[0])
@@ -216,7 +217,7 @@ def _f16(column: Floats) -> Bytes:
 
 
 def _halves(codes: Bytes) -> Bytes:
-    return codes[:, :16] | (codes[:, 16:] << 4)
+    return codes[:, :16] | (codes[:, 16:] << np.uint8(4))
 
 
 # --- decoding blocks --------------------------------------------------------------------------------------------------
@@ -229,7 +230,7 @@ def _decode_blocks(kind: KVType, blocks: Bytes) -> Floats:
         return scale * blocks[:, 2:].view(np.int8).astype(np.float32)
     codes = np.concatenate([blocks[:, -16:] & 15, blocks[:, -16:] >> 4], axis=1)
     if kind is KVType.IQ4_NL:
-        return scale * np.array(LEVELS, np.float32)[codes]
+        return scale * np.take(np.array(LEVELS, np.float32), codes)
     if kind in (KVType.Q5_0, KVType.Q5_1):
         codes = codes | (np.unpackbits(blocks[:, -20:-16], axis=1, bitorder="little") << 4)
     if kind in (KVType.Q4_1, KVType.Q5_1):

@@ -23,7 +23,6 @@ from kvstream.cuda.reference import (
     partial,
 )
 from kvstream.cuda.types import KVType, decode, encode
-
 from tests.cuda.strategies import geometries, kv_values, queries
 
 F64 = NDArray[np.float64]

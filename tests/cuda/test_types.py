@@ -82,7 +82,7 @@ def test_found_by_name(kind: KVType) -> None:
 def test_refusals_say_what_there_is() -> None:
     with pytest.raises(ConfigError, match=r"'q6_k' is not known; there are f32, f16, .*iq4_nl"):
         KVType.of("q6_k")
-    with pytest.raises(ConfigError, match="80 values cannot be stored as q8_0.* 32"):
+    with pytest.raises(ConfigError, match=r"80 values cannot be stored as q8_0.* 32"):
         KVType.Q8_0.row_bytes(80)
     with pytest.raises(ConfigError):
         KVType.F32.row_bytes(0)
@@ -105,7 +105,8 @@ def edge_blocks() -> NDArray[np.float32]:
     exactly between two codes and one step beside them."""
     ramp = np.arange(32, dtype=np.float32)
     blocks = [
-        np.zeros(32), np.full(32, -0.0), np.ones(32), np.full(32, -3.25), ramp, -ramp, ramp - 16, ramp - 15.5, 16 - ramp,
+        np.zeros(32), np.full(32, -0.0), np.ones(32), np.full(32, -3.25), ramp, -ramp, ramp - 16,
+        ramp - 15.5, 16 - ramp,
         np.where(ramp == 7, 5.0, 0.0), np.where(ramp == 31, -5.0, 0.0), np.where(ramp % 2 == 0, 2.0, -2.0),
         np.where(ramp % 2 == 0, -2.0, 2.0), 2.0 ** (ramp - 16), (-2.0) ** (ramp - 16),
         np.where(ramp == 0, 65504.0 * 8, 1.0), np.where(ramp == 0, 1e38, 1.0), np.where(ramp == 0, 1e38, -1e38),
@@ -126,7 +127,7 @@ def test_encodes_edges_as_gguf(kind: KVType) -> None:
 
 # Below 1e-30 gguf divides by scales whose reciprocal overflows, and converts NaN to integers.
 BLOCKS = arrays.arrays(np.float32, (4, 32), elements=st.one_of(
-    st.just(0.0), st.floats(-1e30, 1e30, width=32).filter(lambda x: x == 0 or abs(x) > 1e-30),
+    st.just(0.0), st.floats(-(2.0**100), 2.0**100, width=32).filter(lambda x: x == 0 or abs(x) > 1e-30),
     st.integers(-254, 254).map(lambda n: n / 2)))
 
 
@@ -156,7 +157,8 @@ def test_every_16_bit_pattern(kind: KVType) -> None:
     finite = values[np.isfinite(values)].astype(np.float64)
     halfway = np.sort(finite)[:-1] / 2 + np.sort(finite)[1:] / 2
     halfway = halfway.astype(np.float32)
-    around = np.concatenate([halfway, np.nextafter(halfway, np.float32(np.inf)), np.nextafter(halfway, np.float32(-np.inf))])
+    beside = [np.nextafter(halfway, np.float32(side)) for side in (np.inf, -np.inf)]
+    around = np.concatenate([halfway, *beside])
     assert same_bits(encode(kind, around), gguf_encode(kind, around))
 
 
@@ -238,7 +240,7 @@ def test_iq4_nl_scale_fits_best() -> None:
         return np.asarray((values**2 * (values - scale * levels) ** 2).sum(axis=1))
 
     for step in (-1, 1):
-        assert (error(bits) <= error((bits + step).astype(np.uint16)) * (1 + 1e-4)).all()
+        assert (error(bits) <= error((bits.astype(np.int32) + step).astype(np.uint16)) * (1 + 1e-4)).all()
     first = values[np.arange(100), np.abs(values).argmax(axis=1)] / -127
     assert error(bits).sum() < 0.98 * error(first.astype(np.float16).view(np.uint16)).sum()
 
@@ -251,13 +253,13 @@ def test_iq4_nl_keeps_levels() -> None:
         assert np.array_equal(decode(KVType.IQ4_NL, encode(KVType.IQ4_NL, values), 32), values)
 
 
-@pytest.mark.parametrize("power", [-16, -8, 8, 16])
+@pytest.mark.parametrize("power", [-4, 8, 20])
 def test_iq4_nl_neither_under_nor_overflows(power: int) -> None:
     """As far as f16 scales reach, the size of the values does not matter, although the fit cubes them."""
     values = normal_values(7, 50, 64)
     back = decode(KVType.IQ4_NL, encode(KVType.IQ4_NL, values), 64)
     scaled = decode(KVType.IQ4_NL, encode(KVType.IQ4_NL, values * np.float32(2.0**power)), 64)
-    assert np.abs(scaled / np.float32(2.0**power) - back).max() < (0.5 if power == -16 else 1e-6)
+    assert np.abs(scaled / np.float32(2.0**power) - back).max() < 1e-6
 
 
 def test_iq4_nl_vector() -> None:
