@@ -305,9 +305,12 @@ def plan_layout(geometry: Geometry, pool_bytes: int, host_bytes: int, rows_max: 
     host_pages = (host_bytes - bare.host_bytes) // host_page
     host_pages_min = max(geometry.pages(context_max), sequences_max)
     if host_pages < host_pages_min:
+        what = f"{context_max} tokens"
+        if host_pages_min > geometry.pages(context_max):
+            what = f"{sequences_max} sequences of {what} and less"
         needed = bare.host_bytes + host_pages_min * host_page
         problems.append(
-            f"{host_bytes:,} bytes of host memory are too little: {context_max} tokens are {host_pages_min} pages of "
+            f"{host_bytes:,} bytes of host memory are too little: {what} are {host_pages_min} pages of "
             f"{_size(host_page)} ({geometry.layers} layers), with {_size(bare.host_bytes)} for "
             f"staging {needed:,} bytes")
 

@@ -91,7 +91,7 @@ def layouts(draw: st.DrawFn) -> Layout:
     cells = cells_min(geometry, rows_max, sequences_max) + draw(st.integers(0, 5))
     host_pages = max(geometry.pages(context_max), sequences_max) + draw(st.integers(0, 3))
     return plan_layout(
-        geometry, bare.pool_bytes + cells * geometry.page_bytes + draw(st.integers(0, 5000)),
+        geometry, bare.pool_bytes + cells * geometry.page_bytes + draw(st.integers(255, 5000)),
         bare.host_bytes + host_pages * geometry.layers * geometry.page_bytes + draw(st.integers(0, 5000)),
         rows_max, sequences_max, context_max, slots)
 
@@ -161,6 +161,38 @@ def test_a_layout_fits_exactly_what_it_asks_for(layout: Layout, less: int) -> No
     assert small_host is None or small_host.host_pages < layout.host_pages
 
 
+@given(layout=layouts(), pool_more=st.integers(0, 20_000), host_more=st.integers(0, 200_000))
+def test_no_budget_is_exceeded(layout: Layout, pool_more: int, host_more: int) -> None:
+    geometry = layout.geometry
+    pool_bytes, host_bytes = layout.pool_bytes + pool_more, layout.host_bytes + host_more
+    found = plan_layout(geometry, pool_bytes, host_bytes, layout.rows_max, layout.sequences_max, layout.context_max,
+                        layout.table_slots)
+    assert found.pool_bytes <= pool_bytes and found.host_bytes <= host_bytes
+    assert found.cells >= layout.cells and found.host_pages >= layout.host_pages
+    assert found.host_bytes + geometry.layers * geometry.page_bytes > host_bytes  # one page more would not fit
+
+
+def test_workspaces_begin_aligned_within_the_budget() -> None:
+    """Cells of an odd number of units leave a gap before the workspaces, and the gap is paid for."""
+    geometry = Geometry(1, 1, 1, 64, KVType.Q5_1, KVType.Q4_0, page_tokens=32)
+    assert geometry.page_bytes % 256 == 128
+    bare = Layout(geometry, 0, 0, 4, 1, 64, 1)
+    for cells in (5, 6):
+        exact = bare.pool_bytes + cells * geometry.page_bytes
+        for pool_bytes in range(exact - 256, exact + 512, 32):
+            assert plan_layout(geometry, pool_bytes, MIB, 4, 1, 64, 1).pool_bytes <= pool_bytes, (cells, pool_bytes)
+
+
+def test_every_sequence_has_a_page_on_the_host() -> None:
+    """Four sequences of one page each need four pages, although the longest context is one."""
+    geometry = Geometry(1, 1, 1, 64, KVType.F16, KVType.F16, page_tokens=32)
+    bare = Layout(geometry, 0, 0, 4, 4, 32, 1)
+    host_bytes = bare.host_bytes + 4 * geometry.page_bytes
+    assert plan_layout(geometry, MIB, host_bytes, 4, 4, 32, 1).host_pages == 4
+    with pytest.raises(ConfigError, match="4 sequences of 32 tokens and less are 4 pages"):
+        plan_layout(geometry, MIB, host_bytes - 1, 4, 4, 32, 1)
+
+
 def test_more_cells_than_pages_are_not_asked_for() -> None:
     geometry = Geometry(2, 1, 1, 64, KVType.F16, KVType.F16, page_tokens=32)
     layout = plan_layout(geometry, 512 * MIB, MIB, rows_max=40, sequences_max=2, context_max=100)
@@ -222,6 +254,7 @@ def test_the_most_tiles(group: int, sequences: int) -> None:
         dealt = [deal for deal in itertools.product(range(rows + 1), repeat=sequences) if sum(deal) == rows]
         most = max(sum(-(-mine * group // 8) for mine in deal) for deal in dealt)
         assert most <= tiles_max(geometry, rows, sequences) <= most + sequences
+        assert group > 1 or tiles_max(geometry, rows, sequences) == most
 
 
 def test_tiles_are_bounded() -> None:

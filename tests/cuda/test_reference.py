@@ -143,6 +143,8 @@ def test_a_page_without_a_visible_token_changes_nothing() -> None:
     assert np.isneginf(parts[2].m).all() and not parts[2].l.any() and not parts[2].acc.any()
     assert np.array_equal(fold(parts), fold(parts[:2]))
     assert np.array_equal(fold([parts[2], *parts[:2]]), fold(parts[:2]))
+    assert np.array_equal(fold([parts[2], parts[2], *parts[:2], parts[2]]), fold(parts[:2]))
+    assert np.isnan(fold(parts[1:])[0]).all() and np.isfinite(fold(parts[1:])[1]).all()
     assert np.array_equal(fold(parts)[0], fold(parts[:1])[0])
 
 

@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 
 from kvstream.cuda.types import LEVELS, LEVELS_BETWEEN, KVType, decode, encode
 from kvstream.errors import ConfigError
+from tests.cuda.strategies import hard_blocks
 
 QUANTISED = [kind for kind in KVType if kind.block_values > 1]
 ENCODED_BY_GGUF = [kind for kind in KVType if kind is not KVType.IQ4_NL]
@@ -99,28 +100,9 @@ def test_encodes_normal_values_as_gguf(kind: KVType, scale: float) -> None:
     assert same_bits(encode(kind, values), gguf_encode(kind, values))
 
 
-def edge_blocks() -> NDArray[np.float32]:
-    """Blocks at the borders of the arithmetic: signs of zero, one value only, equal extremes of both signs, values
-    exactly between two codes and one step beside them."""
-    ramp = np.arange(32, dtype=np.float32)
-    blocks = [
-        np.zeros(32), np.full(32, -0.0), np.ones(32), np.full(32, -3.25), ramp, -ramp, ramp - 16,
-        ramp - 15.5, 16 - ramp,
-        np.where(ramp == 7, 5.0, 0.0), np.where(ramp == 31, -5.0, 0.0), np.where(ramp % 2 == 0, 2.0, -2.0),
-        np.where(ramp % 2 == 0, -2.0, 2.0), 2.0 ** (ramp - 16), (-2.0) ** (ramp - 16),
-        np.where(ramp == 0, 65504.0 * 8, 1.0), np.where(ramp == 0, 1e38, 1.0), np.where(ramp == 0, 1e38, -1e38),
-    ]
-    for steps in (254, 30, 16, 62, 32):  # codes of all types meet their ties in one of these
-        tied = (np.arange(32) - 15.5) / steps
-        tied[0], tied[1] = -0.5, 0.5
-        blocks += [tied, np.nextafter(tied.astype(np.float32), np.float32(9)),
-                   np.nextafter(tied.astype(np.float32), np.float32(-9))]
-    return np.array(blocks, np.float32)
-
-
 @pytest.mark.parametrize("kind", ENCODED_BY_GGUF, ids=str)
 def test_encodes_edges_as_gguf(kind: KVType) -> None:
-    for block in edge_blocks():
+    for block in hard_blocks():
         assert same_bits(encode(kind, block), gguf_encode(kind, block)), block
 
 
@@ -288,7 +270,11 @@ def test_strided_and_doubles(kind: KVType) -> None:
     wide = normal_values(9, 6, 128)
     assert same_bits(encode(kind, wide[::2, 32:96]), encode(kind, wide[::2, 32:96].copy()))
     assert same_bits(encode(kind, wide.astype(np.float64)), encode(kind, wide))
+    assert same_bits(encode(kind, wide[:, ::2]), encode(kind, wide[:, ::2].copy()))
+    square = normal_values(11, 64, 64)
+    assert same_bits(encode(kind, square.T), encode(kind, square.T.copy()))
     raw = encode(kind, wide)
+    assert same_bits(decode(kind, np.asfortranarray(raw), 128), decode(kind, raw, 128))
     assert same_bits(decode(kind, raw[::-1], 128), decode(kind, raw, 128)[::-1].copy())
 
 
