@@ -151,8 +151,8 @@ def _encode_blocks(kind: KVType, blocks: Floats) -> Bytes:
         return _encode_levels(blocks)
     top = 31 if kind in (KVType.Q5_0, KVType.Q5_1) else 15
     if kind in (KVType.Q4_1, KVType.Q5_1):
-        lowest = blocks.min(axis=1, keepdims=True)
-        scale = (blocks.max(axis=1, keepdims=True) - lowest) / np.float32(top)
+        lowest = _picked(blocks, blocks.argmin(axis=1))
+        scale = (_picked(blocks, blocks.argmax(axis=1)) - lowest) / np.float32(top)
         codes = (blocks - lowest) * _reciprocal(scale) + np.float32(0.5)
         head = np.concatenate([_f16(scale), _f16(lowest)], axis=1)
     else:
@@ -208,8 +208,14 @@ def _reciprocal(scale: Floats) -> Floats:
 
 def _extreme(blocks: Floats) -> Floats:
     """The value of largest magnitude of each block with its sign; the first of several."""
-    where = np.abs(blocks).argmax(axis=1, keepdims=True)
-    return np.take_along_axis(blocks, where, axis=1)
+    return _picked(blocks, np.abs(blocks).argmax(axis=1))
+
+
+def _picked(blocks: Floats, where: NDArray[np.intp]) -> Floats:
+    """One value of each block, f32[n, 1]. Picked by index: which of 0 and -0 is the smaller, numpy's ``min`` decides
+    otherwise on other processors, and here it is the first."""
+    picked: Floats = np.take_along_axis(blocks, where[:, None], axis=1)
+    return picked
 
 
 def _f16(column: Floats) -> Bytes:

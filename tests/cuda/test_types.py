@@ -184,6 +184,18 @@ def test_error_is_at_most_half_a_step(kind: KVType) -> None:
     assert error.max() > step.max() / 4  # and the bound says something
 
 
+@pytest.mark.parametrize("kind", [KVType.Q4_1, KVType.Q5_1], ids=str)
+def test_of_two_zeros_the_first_is_the_lowest(kind: KVType) -> None:
+    """gguf leaves it to numpy, which has its own opinion on every processor; in ggml it is the first."""
+    for seed in range(40):
+        signs = np.random.default_rng(seed).choice(np.array([0.0, -0.0], np.float32), 32)
+        offset = encode(kind, signs)[2:4].view(np.float16)[0]
+        assert np.signbit(offset) == np.signbit(signs[0])
+        assert not np.signbit(encode(kind, signs)[:2].view(np.float16)[0])
+        signs[5] = 1
+        assert np.signbit(encode(kind, signs)[2:4].view(np.float16)[0]) == np.signbit(signs[0])
+
+
 def test_iq4_nl_takes_the_nearest_level() -> None:
     values = normal_values(5, 200, 32)
     values[:100] = np.round(values[:100] * 64) / 64  # many ties
