@@ -161,10 +161,10 @@ def _encode_blocks(kind: KVType, blocks: Floats) -> Bytes:
         scale = _extreme(blocks) / np.float32(-half)
         codes = blocks * _reciprocal(scale) + np.float32(half + 0.5)
         head = _f16(scale)
-    whole = codes.astype(np.uint8).clip(0, top)
+    whole: Bytes = codes.astype(np.uint8).clip(0, top)
     if top == 31:
-        high = np.packbits(whole >> 4, axis=1, bitorder="little")
-        return np.concatenate([head, high, _halves(whole & 15)], axis=1)
+        high = np.packbits(whole >> np.uint8(4), axis=1, bitorder="little")
+        return np.concatenate([head, high, _halves(whole & np.uint8(15))], axis=1)
     return np.concatenate([head, _halves(whole)], axis=1)
 
 
