@@ -108,6 +108,27 @@ def test_paged_equals_dense(geometry: Geometry, tokens: int, seed: int, data: st
     assert np.allclose(attention_paged(geometry, q, *pages, positions), expected, rtol=0, atol=1e-12)
 
 
+# What storing K, and V, in a type costs the result of attention, in units of V's standard deviation, with a margin.
+K_COST = {KVType.F32: 1e-13, KVType.F16: 0.0008, KVType.BF16: 0.015, KVType.Q8_0: 0.03, KVType.Q5_1: 0.26,
+          KVType.Q5_0: 0.3, KVType.Q4_1: 0.8, KVType.Q4_0: 0.8, KVType.IQ4_NL: 0.8}
+V_COST = {KVType.F32: 1e-13, KVType.F16: 0.0006, KVType.BF16: 0.005, KVType.Q8_0: 0.012, KVType.Q5_1: 0.08,
+          KVType.Q5_0: 0.09, KVType.Q4_1: 0.16, KVType.Q4_0: 0.19, KVType.IQ4_NL: 0.17}
+
+
+@pytest.mark.parametrize("k_type", KVType, ids=str)
+def test_all_pairs_come_as_near_as_their_types_allow(k_type: KVType) -> None:
+    """And no nearer: a pair that decodes another type than was asked for would show."""
+    for v_type in KVType:
+        geometry = Geometry(1, 2, 6, 80, k_type, v_type, page_tokens=32)
+        k, v = kv_values(9, 70, geometry)
+        q = queries(9, 3, geometry)
+        positions = [69, 40, 64]
+        error = np.abs(attention_paged(geometry, q, *encode_pages(geometry, k, v), positions)
+                       - attention(q, k, v, positions)).max()
+        assert error < K_COST[k_type] + V_COST[v_type], v_type
+        assert error > max(K_COST[k_type], V_COST[v_type]) / 4 or k_type is v_type is KVType.F32, v_type
+
+
 def test_what_no_token_fills_is_never_looked_at() -> None:
     """Cells hold what was there before, and a poisoned f16 is a NaN."""
     for k_type, v_type in itertools.product((KVType.F32, KVType.F16, KVType.Q8_0, KVType.Q4_1), repeat=2):
