@@ -1,0 +1,143 @@
+"""Kernels run by themselves, without a driver: compile them for the host, give them arrays, launch, look.
+
+The arrays live in one piece of memory that stands for the device's; ``Alone.array`` copies into it, ``Alone.empty``
+leaves it poisoned, and in the checked build a read of what no kernel has written is an error. A launch runs at once.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import os
+import struct
+import subprocess
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvstream.cuda import kernels
+
+HERE = Path(__file__).resolve().parent / "driver"
+KERNELS = Path(kernels.__file__).resolve().parent
+
+FLAGS = ("-std=c++17", "-O2", "-g1", "-fPIC", "-fvisibility=hidden", "-fno-gnu-unique", "-ffp-contract=off",
+         "-fno-strict-aliasing", "-ftree-slp-vectorize", "-Wall", "-Wno-unknown-pragmas", f"-I{HERE}", f"-I{KERNELS}",
+         "-DKVS_SIM=1")
+CHECKED_FLAGS = ("-DKVS_SIM_CHECKED=1", "-fsanitize=thread", "--param=tsan-instrument-func-entry-exit=0")
+
+
+class LaunchError(Exception):
+    """A launch that was abandoned in the middle, and why."""
+
+
+def host_flags() -> tuple[str, ...]:
+    """With the processor's own fused multiply-add and half conversion: the same bits, several times as fast."""
+    try:
+        flags = Path("/proc/cpuinfo").read_text("utf-8")
+    except OSError:
+        return ()
+    return ("-mavx2", "-mfma", "-mf16c") if all(f" {name}" in flags for name in ("avx2", "fma", "f16c")) else ()
+
+
+def _compile(command: Sequence[str]) -> None:
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise RuntimeError(f"{' '.join(command)}\n{done.stderr[:4000]}")
+
+
+def build(folder: Path, sources: Sequence[Path], checked: bool, defines: Sequence[str] = ()) -> Path:
+    """A kernel module from ``.cu`` files, compiled once for the same inputs."""
+    inputs = sorted([*sources, *KERNELS.glob("*.cuh"), *HERE.glob("fibers.*"), HERE / "hooks.cpp",
+                     HERE / "kernel_host.h", HERE / "sim.h"])
+    flags = (*FLAGS, *host_flags(), *defines)
+    digest = hashlib.sha256(repr((flags, checked)).encode())
+    for source in inputs:
+        digest.update(source.read_bytes())
+    module = folder / f"kernels-{digest.hexdigest()[:16]}{'-checked' if checked else ''}.so"
+    if module.exists():
+        return module
+    folder.mkdir(parents=True, exist_ok=True)
+    work = folder / f"{module.stem}.{os.getpid()}"
+    objects = []
+    for source in sources:
+        objects.append(f"{work}-{source.stem}.o")
+        _compile(["g++", *flags, *(CHECKED_FLAGS if checked else ()), "-include", str(HERE / "kernel_host.h"), "-x", "c++",
+                  "-c", str(source), "-o", objects[-1]])
+    runtime = [str(HERE / "fibers.cpp"), *([str(HERE / "hooks.cpp")] if checked else [])]
+    unfinished = f"{work}.so"
+    _compile(["g++", *flags, "-shared", "-Wl,-Bsymbolic", *objects, *runtime, "-o", unfinished])
+    Path(unfinished).replace(module)
+    for name in objects:
+        Path(name).unlink()
+    return module
+
+
+def build_alone(folder: Path) -> Path:
+    source = HERE / "alone.cpp"
+    digest = hashlib.sha256(source.read_bytes() + (HERE / "sim.h").read_bytes()).hexdigest()[:16]
+    library = folder / f"alone-{digest}.so"
+    if not library.exists():
+        folder.mkdir(parents=True, exist_ok=True)
+        unfinished = f"{library}.{os.getpid()}"
+        _compile(["g++", *FLAGS, "-shared", str(source), "-o", unfinished])
+        Path(unfinished).replace(library)
+    return library
+
+
+class Alone:
+    """One kernel module with memory of its own. Not for two at a time in one process with the same library."""
+
+    def __init__(self, library: Path, module: Path, seed: int = 1) -> None:
+        self._library = ctypes.CDLL(str(library))
+        for name in ("alone_open", "alone_alloc", "alone_load"):
+            getattr(self._library, name).restype = ctypes.c_void_p
+        for name in ("alone_error", "alone_reports"):
+            getattr(self._library, name).restype = ctypes.c_char_p
+        assert self._library.alone_open()
+        self._module = ctypes.c_void_p(self._library.alone_load(str(module).encode()))
+        assert self._module, self._library.alone_error()
+        self.seed = seed
+        self.launches = 0
+
+    def clear(self) -> None:
+        """Forget all arrays and reports. Arrays that were given out must not be touched any more."""
+        self._library.alone_clear()
+
+    def _space(self, shape: tuple[int, ...], dtype: np.dtype, written: bool) -> NDArray:
+        size = max(1, int(np.prod(shape)) * dtype.itemsize)
+        address = self._library.alone_alloc(ctypes.c_uint64(size), ctypes.c_int(written))
+        assert address, "out of simulated memory"
+        raw = (ctypes.c_uint8 * size).from_address(address)
+        return np.frombuffer(raw, np.uint8)[: int(np.prod(shape)) * dtype.itemsize].view(dtype).reshape(shape)
+
+    def array(self, values: NDArray) -> NDArray:
+        values = np.ascontiguousarray(values)
+        space = self._space(values.shape, values.dtype, True)
+        space[...] = values
+        return space
+
+    def empty(self, *shape: int, dtype: type = np.float32) -> NDArray:
+        return self._space(shape, np.dtype(dtype), False)
+
+    def launch(self, kernel: str, grid: tuple[int, int, int], block: int, shared_bytes: int, *args: object,
+               formats: str | None = None) -> None:
+        letters = formats or kernels.kernel_formats()[kernel]
+        values = [address_of(arg) if isinstance(arg, np.ndarray) else arg for arg in args]
+        packed = struct.pack(f"@{letters.replace('P', 'Q')}", *values)
+        buffer = ctypes.create_string_buffer(packed, len(packed))
+        self.launches += 1
+        failed = self._library.alone_launch(
+            self._module, kernel.encode(), (ctypes.c_uint32 * 3)(*grid), (ctypes.c_uint32 * 3)(block, 1, 1),
+            ctypes.c_uint32(shared_bytes), buffer, ctypes.c_uint32(len(packed)),
+            ctypes.c_uint64(self.seed * 1_000_003 + self.launches))
+        if failed:
+            raise LaunchError(f"{kernel}: {self._library.alone_error().decode()}")
+
+    def reports(self) -> list[str]:
+        return self._library.alone_reports().decode().splitlines()
+
+
+def address_of(array: NDArray) -> int:
+    return array.__array_interface__["data"][0]
