@@ -9,12 +9,14 @@ from __future__ import annotations
 import ctypes
 import hashlib
 import os
+import shutil
 import struct
 import subprocess
 from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
+import pytest
 from numpy.typing import NDArray
 
 from kvstream.cuda import kernels
@@ -23,7 +25,7 @@ HERE = Path(__file__).resolve().parent / "driver"
 KERNELS = Path(kernels.__file__).resolve().parent
 
 FLAGS = ("-std=c++17", "-O2", "-g1", "-fPIC", "-fvisibility=hidden", "-fno-gnu-unique", "-ffp-contract=off",
-         "-fno-strict-aliasing", "-ftree-slp-vectorize", "-Wall", "-Wno-unknown-pragmas", f"-I{HERE}", f"-I{KERNELS}",
+         "-fno-strict-aliasing", "-U_FORTIFY_SOURCE", "-Wall", "-Wno-unknown-pragmas", f"-I{HERE}", f"-I{KERNELS}",
          "-DKVS_SIM=1")
 CHECKED_FLAGS = ("-DKVS_SIM_CHECKED=1", "-fsanitize=thread", "--param=tsan-instrument-func-entry-exit=0")
 
@@ -49,7 +51,7 @@ def _compile(command: Sequence[str]) -> None:
 
 def build(folder: Path, sources: Sequence[Path], checked: bool, defines: Sequence[str] = ()) -> Path:
     """A kernel module from ``.cu`` files, compiled once for the same inputs."""
-    inputs = sorted([*sources, *KERNELS.glob("*.cuh"), *HERE.glob("fibers.*"), HERE / "hooks.cpp",
+    inputs = sorted([*sources, *sources[0].parent.glob("*.cuh"), *KERNELS.glob("*.cuh"), *HERE.glob("fibers.*"), HERE / "hooks.cpp",
                      HERE / "kernel_host.h", HERE / "sim.h"])
     flags = (*FLAGS, *host_flags(), *defines)
     digest = hashlib.sha256(repr((flags, checked)).encode())
@@ -86,8 +88,16 @@ def build_alone(folder: Path) -> Path:
     return library
 
 
+def open_machine(config: pytest.Config, checked: bool, sources: Sequence[Path] = (KERNELS / "kv.cu",)) -> Alone:
+    """Built in pytest's cache. Skipped where there is no compiler, except in CI, where that is a failure."""
+    if shutil.which("g++") is None and not os.environ.get("CI"):
+        pytest.skip("no g++ to compile the kernels with")
+    folder = config.cache.mkdir("kernels")
+    return Alone(build_alone(folder), build(folder, sources, checked))
+
+
 class Alone:
-    """One kernel module with memory of its own. Not for two at a time in one process with the same library."""
+    """One kernel module, on memory that all modules of a process share: opening another one clears it."""
 
     def __init__(self, library: Path, module: Path, seed: int = 1) -> None:
         self._library = ctypes.CDLL(str(library))

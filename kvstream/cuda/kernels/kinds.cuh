@@ -181,7 +181,7 @@ static __device__ __forceinline__ void encode_codes(u8 *to, const float *x) {
 }
 
 static __device__ __forceinline__ void encode_levels(u8 *to, const float *x) {
-    const float first = extreme_of(x) / -127.0f, inverse = reciprocal(first);
+    const float extreme = extreme_of(x), inverse = reciprocal(extreme / -127.0f);
     unsigned codes[32];
     float above = 0.0f, below = 0.0f;
     KVS_UNROLL
@@ -192,13 +192,14 @@ static __device__ __forceinline__ void encode_levels(u8 *to, const float *x) {
         for (int border = 0; border < 15; ++border)
             code += step >= 0.5f * (level(border) + level(border + 1)) ? 1u : 0u;
         codes[n] = code;
-        const float value = level(int(code));
-        const float weighted = step * step * value;
-        above = above + weighted * step;
+        const float value = level(int(code)), weighted = x[n] * x[n] * value;
+        above = above + weighted * x[n];
         below = below + weighted * value;
     }
-    const float fit = below > 0.0f ? above / below : 1.0f;
-    put_half(to, half_of_float(first * fit));
+    const bool nothing = fabsf(extreme) < 1e-15f;  // the fit would be 0 / 0
+    KVS_UNROLL
+    for (int n = 0; n < 32; ++n) codes[n] = nothing ? 0u : codes[n];
+    put_half(to, nothing ? 0u : half_of_float(above / below));
     put_codes(to + 2, codes);
 }
 

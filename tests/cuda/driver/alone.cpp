@@ -55,7 +55,13 @@ SimHost host;
 #pragma GCC visibility push(default)
 extern "C" {
 
+void alone_clear();
+
 uintptr_t alone_open() {
+    if (arena_begin) {
+        alone_clear();
+        return arena_begin;
+    }
     void *got = mmap(nullptr, ARENA, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
     if (got == MAP_FAILED) return 0;
     arena_begin = arena_next = uintptr_t(got);

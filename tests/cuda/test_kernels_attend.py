@@ -1,0 +1,143 @@
+"""kv_attend and kv_fold: values against the float64 oracle, and the same bits however the work is cut.
+
+Both forms, all pairs of types, the head sizes, groups and widths that do not divide, several sequences in one launch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from kvstream.cuda import kernels
+from kvstream.cuda.types import KVType
+from tests.cuda.alone import Alone, open_machine
+from tests.cuda.cases import Case, Desk, geometry_of, worst
+
+KINDS = tuple(kind.label for kind in KVType)
+TOLERANCE = 1.5e-6  # of the largest output; f32 sums of up to a few hundred terms
+
+
+@pytest.fixture(scope="module")
+def machine(request: pytest.FixtureRequest) -> Iterator[Alone]:
+    opened = open_machine(request.config, checked=False)
+    yield opened
+    opened.clear()
+
+
+def same_bits(a: NDArray[Any], b: NDArray[Any]) -> bool:
+    return a.tobytes() == b.tobytes()
+
+
+def computed(machine: Alone, case: Case, seed: int = 0) -> NDArray[Any]:
+    """In both forms and several cuts, which must agree to the bit, and with the oracle."""
+    machine.clear()
+    desk = Desk(machine, case, seed)
+    out = desk.table(case.all_at_once())
+    assert same_bits(out, desk.table(case.in_waves(seed))), "table, in waves"
+    assert same_bits(out, desk.running(case.all_at_once())), "running, one wave"
+    assert same_bits(out, desk.running(case.in_waves(seed + 1))), "running, in waves"
+    assert worst(out, case.expected()) < TOLERANCE
+    assert machine.reports() == []
+    return out
+
+
+@pytest.mark.parametrize("v_type", KINDS)
+@pytest.mark.parametrize("k_type", KINDS)
+def test_every_pair_of_types(machine: Alone, k_type: str, v_type: str) -> None:
+    geometry = geometry_of(k_type, v_type, 64, kv_heads=2, group=3)
+    computed(machine, Case.random(geometry, [(75, 2), (32, 1)], seed=KINDS.index(k_type) * 9 + KINDS.index(v_type)))
+
+
+@pytest.mark.parametrize("group", [1, 2, 4, 5, 6, 8, 12, 16])
+@pytest.mark.parametrize("head_size", kernels.HEAD_SIZES)
+def test_every_head_size_and_group(machine: Alone, head_size: int, group: int) -> None:
+    geometry = geometry_of("q8_0", "q4_0", head_size, kv_heads=2, group=group)
+    computed(machine, Case.random(geometry, [(70, 3)], seed=group))
+
+
+@pytest.mark.parametrize("kv_heads", [1, 2, 3, 8])
+@pytest.mark.parametrize("head_size", [80, 96, 256])
+def test_every_type_where_blocks_straddle_heads(machine: Alone, head_size: int, kv_heads: int) -> None:
+    for number, kind in enumerate(KINDS):
+        if head_size * kv_heads % 32 and number > 2:
+            continue
+        geometry = geometry_of(kind, KINDS[-1 - number] if head_size * kv_heads % 32 == 0 else "f16", head_size, kv_heads)
+        computed(machine, Case.random(geometry, [(41, 1)], seed=number))
+
+
+@pytest.mark.parametrize("page_tokens", [32, 64, 256, 512])
+@pytest.mark.parametrize("rows", [1, 2, 7, 31, 100])
+def test_widths_that_do_not_divide(machine: Alone, rows: int, page_tokens: int) -> None:
+    geometry = geometry_of("q5_0", "q8_0", 64, kv_heads=1, group=3, page_tokens=page_tokens)
+    for tokens in sorted({rows, max(rows, page_tokens - 1), page_tokens + rows, 2 * page_tokens + rows // 2 + 1}):
+        if tokens >= rows:
+            computed(machine, Case.random(geometry, [(tokens, rows)], seed=tokens))
+
+
+def test_several_sequences_in_one_launch_are_each_as_if_alone(machine: Alone) -> None:
+    geometry = geometry_of("q8_0", "q5_1", 128, kv_heads=2, group=6, page_tokens=64)
+    lengths = [(200, 1), (64, 3), (5, 5), (129, 17)]
+    together = Case.random(geometry, lengths, seed=5)
+    out = computed(machine, together)
+    for first, sequence in zip(together.first_rows, together.sequences, strict=True):
+        rows = slice(first, first + sequence.rows)
+        alone = Case(geometry, (sequence,), together.q[rows])
+        assert same_bits(out[rows], computed(machine, alone, seed=9))
+
+
+@pytest.mark.parametrize("head_size", [64, 80, 256])
+def test_a_wide_step_is_as_many_decodes(machine: Alone, head_size: int) -> None:
+    """Row by row, the pages ending at the row: what comes after it (here rubbish that is no number) does not count."""
+    geometry = geometry_of("f16", "f16", head_size, kv_heads=2, group=5)
+    case = Case.random(geometry, [(71, 9)], seed=2)
+    sequence = case.sequences[0]
+    wide = computed(machine, case)
+    for row in range(sequence.rows):
+        tokens = sequence.tokens - sequence.rows + row + 1
+        pages = geometry.pages(tokens)
+        k, v = sequence.k_pages[:pages].copy(), sequence.v_pages[:pages].copy()
+        left = tokens - (pages - 1) * geometry.page_tokens
+        k[-1, left * geometry.k_row_bytes :] = v[-1, left * geometry.v_row_bytes :] = 0xFF
+        one = type(sequence)(tokens, 1, sequence.k[:tokens], sequence.v[:tokens], k, v)
+        assert same_bits(wide[row : row + 1], computed(machine, Case(geometry, (one,), case.q[row : row + 1])))
+
+
+def test_what_a_later_token_holds_does_not_reach_an_earlier_row(machine: Alone) -> None:
+    geometry = geometry_of("f16", "bf16", 64, kv_heads=1, group=4)
+    case = Case.random(geometry, [(40, 20)], seed=8)
+    clean = computed(machine, case)
+    sequence = case.sequences[0]
+    for page, row in ((0, 30), (1, 3)):
+        sequence.k_pages[page, row * geometry.k_row_bytes :][: geometry.k_row_bytes] = 0xFF
+        sequence.v_pages[page, row * geometry.v_row_bytes :][: geometry.v_row_bytes] = 0xFF
+    machine.clear()
+    desk = Desk(machine, case)
+    for out in (desk.table(case.all_at_once()), desk.running(case.all_at_once())):
+        assert same_bits(out[:10], clean[:10])
+        assert np.isnan(out[10:]).all()  # a NaN is handed on, never swallowed
+
+
+@pytest.mark.parametrize("window", [1, 5, 32, 33, 64, 1000])
+def test_a_window(machine: Alone, window: int) -> None:
+    geometry = geometry_of("q4_1", "q8_0", 96, kv_heads=1, group=2)
+    computed(machine, Case.random(geometry, [(150, 40), (33, 1)], seed=3, window=window))
+
+
+def test_scores_that_are_far_apart(machine: Alone) -> None:
+    geometry = geometry_of("f32", "f32", 64, kv_heads=2, group=2)
+    out = computed(machine, Case.random(geometry, [(100, 5)], seed=4, size=20.0))
+    assert np.isfinite(out).all()
+
+
+def test_the_order_of_blocks_and_threads_does_not_matter(machine: Alone) -> None:
+    geometry = geometry_of("q8_0", "q4_0", 256, kv_heads=2, group=6, page_tokens=64)
+    case = Case.random(geometry, [(200, 3)], seed=1)
+    outs = set()
+    for seed in range(12):
+        machine.seed = seed
+        outs.add(computed(machine, case, seed).tobytes())
+    assert len(outs) == 1
