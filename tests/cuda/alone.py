@@ -49,30 +49,33 @@ def _compile(command: Sequence[str]) -> None:
         raise RuntimeError(f"{' '.join(command)}\n{done.stderr[:4000]}")
 
 
-def build(folder: Path, sources: Sequence[Path], checked: bool, defines: Sequence[str] = ()) -> Path:
-    """A kernel module from ``.cu`` files, compiled once for the same inputs."""
-    inputs = sorted([*sources, *sources[0].parent.glob("*.cuh"), *KERNELS.glob("*.cuh"), *HERE.glob("fibers.*"), HERE / "hooks.cpp",
-                     HERE / "kernel_host.h", HERE / "sim.h"])
-    flags = (*FLAGS, *host_flags(), *defines)
-    digest = hashlib.sha256(repr((flags, checked)).encode())
-    for source in inputs:
-        digest.update(source.read_bytes())
-    module = folder / f"kernels-{digest.hexdigest()[:16]}{'-checked' if checked else ''}.so"
-    if module.exists():
-        return module
-    folder.mkdir(parents=True, exist_ok=True)
-    work = folder / f"{module.stem}.{os.getpid()}"
-    objects = []
-    for source in sources:
-        objects.append(f"{work}-{source.stem}.o")
-        _compile(["g++", *flags, *(CHECKED_FLAGS if checked else ()), "-include", str(HERE / "kernel_host.h"), "-x", "c++",
-                  "-c", str(source), "-o", objects[-1]])
-    runtime = [str(HERE / "fibers.cpp"), *([str(HERE / "hooks.cpp")] if checked else [])]
-    unfinished = f"{work}.so"
-    _compile(["g++", *flags, "-shared", "-Wl,-Bsymbolic", *objects, *runtime, "-o", unfinished])
-    Path(unfinished).replace(module)
-    for name in objects:
-        Path(name).unlink()
+def _object(folder: Path, source: Path, flags: Sequence[str], inputs: Sequence[Path]) -> Path:
+    """Compiled once for the same flags and inputs."""
+    digest = hashlib.sha256(repr(flags).encode())
+    for file in (source, *inputs):
+        digest.update(file.read_bytes())
+    target = folder / f"{source.stem}-{digest.hexdigest()[:16]}.o"
+    if not target.exists():
+        folder.mkdir(parents=True, exist_ok=True)
+        unfinished = f"{target}.{os.getpid()}"
+        _compile(["g++", *flags, "-c", str(source), "-o", unfinished])
+        Path(unfinished).replace(target)
+    return target
+
+
+def build(folder: Path, sources: Sequence[Path], checked: bool) -> Path:
+    """A kernel module from ``.cu`` files; the ``.cuh`` files beside them come before the package's own."""
+    headers = [HERE / "sim.h", HERE / "fibers.h"]
+    flags = (*FLAGS, *host_flags())
+    kernel = (*flags, *(CHECKED_FLAGS if checked else ()), "-include", str(HERE / "kernel_host.h"), "-x", "c++")
+    around = [HERE / "kernel_host.h", *headers, *sorted(KERNELS.glob("*.cuh"))]
+    objects = [_object(folder, source, kernel, [*sorted(source.parent.glob("*.cuh")), *around]) for source in sources]
+    objects += [_object(folder, HERE / name, flags, headers) for name in ("fibers.cpp", *(["hooks.cpp"] if checked else []))]
+    module = folder / f"{'-'.join(part.stem for part in objects)}.so"
+    if not module.exists():
+        unfinished = f"{module}.{os.getpid()}"
+        _compile(["g++", "-shared", "-Wl,-Bsymbolic", *map(str, objects), "-o", unfinished])
+        Path(unfinished).replace(module)
     return module
 
 
@@ -133,7 +136,7 @@ class Alone:
 
     def launch(self, kernel: str, grid: tuple[int, int, int], block: int, shared_bytes: int, *args: object,
                formats: str | None = None) -> None:
-        letters = formats or kernels.kernel_formats()[kernel]
+        letters = kernels.kernel_formats()[kernel] if formats is None else formats
         values = [address_of(arg) if isinstance(arg, np.ndarray) else arg for arg in args]
         packed = struct.pack(f"@{letters.replace('P', 'Q')}", *values)
         buffer = ctypes.create_string_buffer(packed, len(packed))
