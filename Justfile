@@ -87,3 +87,7 @@ show-coalesce *args:
 # Hard inject beside direct, six measurements or those named: fanout restart turns preempt noop mixed
 bench-inject *args:
     {{python}} tests/measure/show_inject.py {{args}}
+
+# Compile the CUDA kernels for every GPU that is supported (needs nvcc); kernels.txt is what the compiler said
+kernels *args:
+    {{python}} build/kernels.py {{args}}

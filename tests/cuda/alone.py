@@ -70,7 +70,8 @@ def build(folder: Path, sources: Sequence[Path], checked: bool) -> Path:
     kernel = (*flags, *(CHECKED_FLAGS if checked else ()), "-include", str(HERE / "kernel_host.h"), "-x", "c++")
     around = [HERE / "kernel_host.h", *headers, *sorted(KERNELS.glob("*.cuh"))]
     objects = [_object(folder, source, kernel, [*sorted(source.parent.glob("*.cuh")), *around]) for source in sources]
-    objects += [_object(folder, HERE / name, flags, headers) for name in ("fibers.cpp", *(["hooks.cpp"] if checked else []))]
+    runtime = ("fibers.cpp", "hooks.cpp") if checked else ("fibers.cpp",)
+    objects += [_object(folder, HERE / name, flags, headers) for name in runtime]
     module = folder / f"{'-'.join(part.stem for part in objects)}.so"
     if not module.exists():
         unfinished = f"{module}.{os.getpid()}"

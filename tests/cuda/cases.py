@@ -1,4 +1,4 @@
-"""Paged attention to be computed: sequences with lengths, rows at their ends, encoded pages, and both ways to launch it."""
+"""Paged attention to be computed: sequences, rows at their ends, encoded pages, and both ways to launch it."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ Waves = Sequence[Sequence[int]]  # page indices of every sequence, wave by wave
 
 def geometry_of(k_type: str, v_type: str, head_size: int, kv_heads: int = 2, group: int = 2,
                 page_tokens: int = 32) -> Geometry:
-    return Geometry(layers=1, kv_heads=kv_heads, q_heads=kv_heads * group, head_size=head_size, k_type=KVType.of(k_type),
-                    v_type=KVType.of(v_type), page_tokens=page_tokens)
+    return Geometry(layers=1, kv_heads=kv_heads, q_heads=kv_heads * group, head_size=head_size,
+                    k_type=KVType.of(k_type), v_type=KVType.of(v_type), page_tokens=page_tokens)
 
 
 @frozen(eq=False)
-class Sequence_:
-    """``tokens`` in all, the last ``rows`` of which are this step's. Pages hold encoded rows; what lies behind the last
-    token is poison (0xFF: NaN in most types), because on a device it may be anything."""
+class Rows:
+    """One sequence: ``tokens`` in all, the last ``rows`` of which are this step's. Pages hold encoded rows; what lies
+    behind the last token is poison (0xFF: NaN in most types), because on a device it may be anything."""
 
     tokens: int
     rows: int
@@ -37,7 +37,8 @@ class Sequence_:
     v_pages: NDArray[Any]
 
     @classmethod
-    def random(cls, geometry: Geometry, tokens: int, rows: int, dice: np.random.Generator, size: float = 1.0) -> Sequence_:
+    def random(cls, geometry: Geometry, tokens: int, rows: int, dice: np.random.Generator,
+               size: float = 1.0) -> Rows:
         shape = tokens, geometry.row_values
         pages = []
         for kind, page_bytes in ((geometry.k_type, geometry.k_page_bytes), (geometry.v_type, geometry.v_page_bytes)):
@@ -56,7 +57,7 @@ class Sequence_:
 @frozen(eq=False)
 class Case:
     geometry: Geometry
-    sequences: tuple[Sequence_, ...]
+    sequences: tuple[Rows, ...]
     q: NDArray[Any]  # [rows of all sequences, q_heads, D]
     window: int = kernels.WINDOW_NONE
 
@@ -65,7 +66,7 @@ class Case:
                window: int = kernels.WINDOW_NONE) -> Case:
         """``lengths``: (tokens, rows) of each sequence."""
         dice = np.random.default_rng(seed)
-        sequences = tuple(Sequence_.random(geometry, tokens, rows, dice, size) for tokens, rows in lengths)
+        sequences = tuple(Rows.random(geometry, tokens, rows, dice, size) for tokens, rows in lengths)
         rows = sum(rows for _, rows in lengths)
         q = dice.standard_normal((rows, geometry.q_heads, geometry.head_size)).astype(np.float32) * np.float32(size)
         return cls(geometry, sequences, q, window)
@@ -127,7 +128,8 @@ class Desk:
         self.k_pages, self.v_pages = machine.array(k_at), machine.array(v_at)
         self.q, self.positions = machine.array(case.q), machine.array(case.positions)
 
-    def _entries(self, begin: Sequence[int], end: Sequence[int], places: Sequence[int]) -> tuple[list[list[int]], list[int]]:
+    def _entries(self, begin: Sequence[int], end: Sequence[int],
+                 places: Sequence[int]) -> tuple[list[list[int]], list[int]]:
         """The entries of the pages begin .. end - 1 of each sequence, and where those of each sequence begin."""
         entries: list[list[int]] = []
         starts = []
@@ -137,17 +139,19 @@ class Desk:
                 position = page * self.geometry.page_tokens
                 entries.append([self.slot_of[number, page], position,
                                 min(self.geometry.page_tokens, sequence.tokens - position),
-                                self.case.first_rows[number], sequence.rows, places[number] + page * sequence.rows, 0, 0])
+                                self.case.first_rows[number], sequence.rows,
+                                places[number] + page * sequence.rows, 0, 0])
         return entries, starts
 
-    def _attend(self, grid: tuple[int, int, int], entries: NDArray[Any], tiles: Any, acc: Any, ml: Any, out: Any) -> None:
+    def _attend(self, grid: tuple[int, int, int], entries: NDArray[Any], tiles: Any, acc: Any, ml: Any,
+                out: Any) -> None:
         g = self.geometry
         running = not isinstance(tiles, int)
         self.machine.launch(
             f"kv_attend_{g.head_size}", grid, kernels.attend_threads(g.head_size),
-            kernels.attend_shared_bytes(g.head_size, g.page_tokens, running), self.q, self.k_pages, self.v_pages, entries,
-            self.positions, tiles, acc, ml, out, self.case.scale, g.kv_heads, g.group, g.page_tokens, g.k_type.code,
-            g.v_type.code, self.case.window)
+            kernels.attend_shared_bytes(g.head_size, g.page_tokens, running), self.q, self.k_pages, self.v_pages,
+            entries, self.positions, tiles, acc, ml, out, self.case.scale, g.kv_heads, g.group, g.page_tokens,
+            g.k_type.code, g.v_type.code, self.case.window)
 
     def table(self, waves: Waves) -> NDArray[Any]:
         """Partials into a table, wave by wave, then the fold."""

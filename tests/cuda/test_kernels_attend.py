@@ -65,7 +65,8 @@ def test_every_type_where_blocks_straddle_heads(machine: Alone, head_size: int, 
     for number, kind in enumerate(KINDS):
         if head_size * kv_heads % 32 and number > 2:
             continue
-        geometry = geometry_of(kind, KINDS[-1 - number] if head_size * kv_heads % 32 == 0 else "f16", head_size, kv_heads)
+        v_type = KINDS[-1 - number] if head_size * kv_heads % 32 == 0 else "f16"
+        geometry = geometry_of(kind, v_type, head_size, kv_heads)
         computed(machine, Case.random(geometry, [(41, 1)], seed=number))
 
 

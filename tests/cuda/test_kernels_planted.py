@@ -16,7 +16,7 @@ from tests.cuda.cases import Case, Desk, geometry_of, worst
 
 ATTEND = (KERNELS / "attend.cuh").read_text("utf-8")
 BARRIERS = ATTEND.count("block_sync();")
-SEEDS = range(4)
+SEEDS = range(3)
 
 # What each deliberate change makes of attend.cuh: (name, old text, new text).
 CHANGES = (
@@ -24,7 +24,7 @@ CHANGES = (
     ("one buffer of parts", "turn ^= 1;", ""),
     ("a token too many", "token < end; token += Shape", "token <= end; token += Shape"),
     ("the gap in q forgotten", "scores = q + 10 * D;", "scores = q + 9 * D;"),
-    ("the state begins anew with every wave", "const bool begin = (flags & TILE_BEGIN) != 0;", "const bool begin = true;"),
+    ("every wave begins anew", "const bool begin = (flags & TILE_BEGIN) != 0;", "const bool begin = true;"),
     ("two kv heads in one place", "int(blockIdx.y) * a.group};", "0};"),
 )
 
@@ -54,7 +54,7 @@ def symptoms(machine: Alone, seed: int) -> set[str]:
     """Everything that tells: reports, a launch that ends, values that are wrong."""
     machine.clear()
     machine.seed = seed
-    case = Case.random(geometry_of("q8_0", "q4_0", 64, kv_heads=2, group=3), [(90, 88), (33, 1)], seed=seed)
+    case = Case.random(geometry_of("q8_0", "q4_0", 64, kv_heads=2, group=1), [(90, 88), (33, 1)], seed=seed)
     desk = Desk(machine, case, seed)
     found = set()
     for form, waves in ((desk.table, case.in_waves(seed)), (desk.running, case.in_waves(seed)),

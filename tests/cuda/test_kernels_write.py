@@ -1,4 +1,4 @@
-"""kv_write: rows of f32 become rows of the nine types, bit for bit what ``types.encode`` and the gguf library make of them."""
+"""kv_write: rows of f32 become rows of the nine types, bit for bit those of ``types.encode`` and the gguf library."""
 
 from __future__ import annotations
 
@@ -34,9 +34,10 @@ def write(machine: Alone, k: NDArray[Any], v: NDArray[Any], k_kind: KVType, v_ki
         plane = machine.array(np.full((rows, (kind.row_bytes(values) // step + 9) * step), 0xA7, np.uint8))
         offsets = np.random.default_rng(seed).integers(0, 9, rows) * step
         planes.append(plane)
-        addresses.append(machine.array((address_of(plane) + np.arange(rows) * plane.shape[1] + offsets).astype(np.uint64)))
-    machine.launch("kv_write", kernels.write_grid(rows, values), kernels.WRITE_THREADS, 0, machine.array(k), machine.array(v),
-                   *addresses, rows, values, k_kind.code, v_kind.code)
+        starts = address_of(plane) + np.arange(rows) * plane.shape[1] + offsets
+        addresses.append(machine.array(starts.astype(np.uint64)))
+    machine.launch("kv_write", kernels.write_grid(rows, values), kernels.WRITE_THREADS, 0, machine.array(k),
+                   machine.array(v), *addresses, rows, values, k_kind.code, v_kind.code)
     written = []
     for plane, at, kind in zip(planes, addresses, (k_kind, v_kind), strict=True):
         flat, size = plane.reshape(-1), kind.row_bytes(values)
@@ -112,5 +113,5 @@ def test_a_row_beyond_its_array_is_reported_in_the_checked_build(request: pytest
     to = machine.array(np.zeros((2, 68), np.uint8))
     addresses = machine.array(np.array([address_of(to), address_of(to) + 70], np.uint64))
     with pytest.raises(LaunchError, match="writes 2 bytes outside of every array"):
-        machine.launch("kv_write", kernels.write_grid(2, 64), kernels.WRITE_THREADS, 0, k, k, addresses, addresses, 2, 64,
-                       KVType.Q8_0.code, KVType.Q8_0.code)
+        machine.launch("kv_write", kernels.write_grid(2, 64), kernels.WRITE_THREADS, 0, k, k, addresses, addresses, 2,
+                       64, KVType.Q8_0.code, KVType.Q8_0.code)

@@ -1,4 +1,4 @@
-"""What the kernels beside this file take, as numbers: arguments, grids, blocks, shared memory (``README.md`` explains them).
+"""What the kernels beside this file take, as numbers: arguments, grids, blocks, shared memory. ``README.md`` explains.
 
 ``kv.fatbin`` is built from ``kv.cu`` by ``just kernels``; ``kernels.txt`` is what the compiler said of it (registers,
 spills, sizes). Who launches is ``cuda.device``.
