@@ -153,14 +153,7 @@ static __device__ __forceinline__ void values_of(const Desk<D> &desk, const u8 *
     for (int token = first + split; token < end; token += Shape<D>::SPLITS) {
         const Four v = read_four<KIND>(page + size_t(token) * bytes, x, desk.levels);
         const Eight p = load_eight(desk.scores + VECTORS * token);
-        KVS_UNROLL
-        for (int c = 0; c < 4; ++c) {
-            KVS_UNROLL
-            for (int m = 0; m < VECTORS; ++m) {
-                const float more = fmaf(p.at[m], v.at[c], acc[c].at[m]);
-                acc[c].at[m] = p.at[m] != 0.0f ? more : acc[c].at[m];
-            }
-        }
+        add_products(acc, p, v);
     }
 }
 
@@ -244,8 +237,8 @@ static __device__ __forceinline__ void attend(const AttendArgs &a) {
         first &= ~7;
         Eight sums[4] = {};
         if (first < end) {
-            const u8 *k = reinterpret_cast<const u8 *>(a.k_pages[entry[0]]);
-            const u8 *v = reinterpret_cast<const u8 *>(a.v_pages[entry[0]]);
+            const u8 *k = global_pointer(reinterpret_cast<const u8 *>(a.k_pages[entry[0]]));
+            const u8 *v = global_pointer(reinterpret_cast<const u8 *>(a.v_pages[entry[0]]));
 #define SCORES(KIND) case KIND: scores_of<D, KIND>(desk, k, k_bytes, x, first, end, a.scale); break;
 #define VALUES(KIND) case KIND: values_of<D, KIND>(desk, v, v_bytes, x, first, end, sums); break;
             switch (a.k_type) { FOR_EACH_KIND(SCORES) }

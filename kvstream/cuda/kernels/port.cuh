@@ -52,6 +52,24 @@ static __device__ __forceinline__ void store_four(float *to, float a, float b, f
     *reinterpret_cast<float4 *>(to) = make_float4(a, b, c, d);
 }
 
+// Addresses that come out of a table: without this the compiler must take them for any kind of memory.
+template <class T>
+static __device__ __forceinline__ T *global_pointer(T *pointer) {
+    __builtin_assume(__isGlobal(pointer));
+    return pointer;
+}
+
+// acc[c][m] += p[m] v[c], fused, except where p is 0: there it stays as it is, whatever v may be.
+static __device__ __forceinline__ void add_products(Eight (&acc)[4], const Eight &p, const Four &v) {
+#pragma unroll
+    for (int m = 0; m < 8; ++m) {
+        if (p.at[m] != 0.0f) {
+#pragma unroll
+            for (int c = 0; c < 4; ++c) acc[c].at[m] = fmaf(p.at[m], v.at[c], acc[c].at[m]);
+        }
+    }
+}
+
 // Every thread of the block, or of the warp, must arrive. A reduction is a butterfly: every lane gets the same bits.
 // It orders no memory.
 static __device__ __forceinline__ void block_sync() { __syncthreads(); }

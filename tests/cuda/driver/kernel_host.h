@@ -133,6 +133,19 @@ static __forceinline__ void store_four(float *to, float a, float b, float c, flo
     to[3] = d;
 }
 
+template <class T>
+static __forceinline__ T *global_pointer(T *pointer) {
+    return pointer;
+}
+
+static __forceinline__ void add_products(Eight (&acc)[4], const Eight &p, const Four &v) {
+    for (int c = 0; c < 4; ++c)
+        for (int m = 0; m < 8; ++m) {
+            const float more = __builtin_fmaf(p.at[m], v.at[c], acc[c].at[m]);
+            acc[c].at[m] = p.at[m] != 0.0f ? more : acc[c].at[m];
+        }
+}
+
 // Macros, so that the line of the caller tells two meeting points apart.
 #define __syncthreads() sim::block_wait(__LINE__)
 #define block_sync() sim::block_wait(__LINE__)
