@@ -149,6 +149,12 @@ class Alone:
         if failed:
             raise LaunchError(f"{kernel}: {self._library.alone_error().decode()}")
 
+    def address(self, array: NDArray) -> int:
+        return address_of(array)
+
+    def read(self, array: NDArray) -> NDArray:
+        return np.array(array)
+
     def reports(self) -> list[str]:
         return self._library.alone_reports().decode().splitlines()
 

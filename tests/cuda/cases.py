@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 from attrs import frozen
@@ -13,7 +13,6 @@ from kvstream.cuda import kernels
 from kvstream.cuda.layout import Geometry
 from kvstream.cuda.reference import attention, decode_page
 from kvstream.cuda.types import KVType, encode
-from tests.cuda.alone import Alone, address_of
 
 Waves = Sequence[Sequence[int]]  # page indices of every sequence, wave by wave
 
@@ -106,26 +105,36 @@ class Case:
         return [[cut[0] for cut in cuts], [cut[1] for cut in cuts], last]
 
 
+class Machine(Protocol):
+    """Runs kernels one after the other. What ``array`` and ``empty`` give may be passed to ``launch``."""
+
+    def array(self, values: NDArray[Any]) -> Any: ...
+    def empty(self, *shape: int, dtype: type = ...) -> Any: ...
+    def address(self, array: Any) -> int: ...
+    def read(self, array: Any) -> NDArray[Any]: ...
+    def launch(self, kernel: str, grid: tuple[int, int, int], block: int, shared_bytes: int, *args: Any) -> None: ...
+
+
 class Desk:
     """A case on a machine: its pages in cells in any order, with rubbish between them."""
 
-    def __init__(self, machine: Alone, case: Case, seed: int = 0) -> None:
+    def __init__(self, machine: Machine, case: Case, seed: int = 0) -> None:
         geometry = case.geometry
         self.machine, self.case, self.geometry = machine, case, geometry
         dice = np.random.default_rng(seed)
         total = sum(len(s.k_pages) for s in case.sequences)
         cells = dice.permutation(total + 3)[:total]
-        k_pool = machine.array(np.full((total + 3, geometry.k_page_bytes), 0xFF, np.uint8))
-        v_pool = machine.array(np.full((total + 3, geometry.v_page_bytes), 0xFF, np.uint8))
+        k_pool = np.full((total + 3, geometry.k_page_bytes), 0xFF, np.uint8)
+        v_pool = np.full((total + 3, geometry.v_page_bytes), 0xFF, np.uint8)
         self.slot_of: dict[tuple[int, int], int] = {}
-        k_at, v_at = np.zeros(total, np.uint64), np.zeros(total, np.uint64)
         for number, sequence in enumerate(case.sequences):
             for page in range(len(sequence.k_pages)):
                 slot = len(self.slot_of)
                 self.slot_of[number, page] = slot
                 k_pool[cells[slot]], v_pool[cells[slot]] = sequence.k_pages[page], sequence.v_pages[page]
-                k_at[slot], v_at[slot] = address_of(k_pool[cells[slot]]), address_of(v_pool[cells[slot]])
-        self.k_pages, self.v_pages = machine.array(k_at), machine.array(v_at)
+        self.k_pages, self.v_pages = (
+            machine.array((machine.address(machine.array(pool)) + cells * pool.shape[1]).astype(np.uint64))
+            for pool in (k_pool, v_pool))
         self.q, self.positions = machine.array(case.q), machine.array(case.positions)
 
     def _entries(self, begin: Sequence[int], end: Sequence[int],
@@ -146,12 +155,12 @@ class Desk:
     def _attend(self, grid: tuple[int, int, int], entries: NDArray[Any], tiles: Any, acc: Any, ml: Any,
                 out: Any) -> None:
         g = self.geometry
-        running = not isinstance(tiles, int)
+        running = tiles is not None
         self.machine.launch(
             f"kv_attend_{g.head_size}", grid, kernels.attend_threads(g.head_size),
             kernels.attend_shared_bytes(g.head_size, g.page_tokens, running), self.q, self.k_pages, self.v_pages,
-            entries, self.positions, tiles, acc, ml, out, self.case.scale, g.kv_heads, g.group, g.page_tokens,
-            g.k_type.code, g.v_type.code, self.case.window)
+            entries, self.positions, tiles if running else 0, acc, ml, out, self.case.scale, g.kv_heads, g.group,
+            g.page_tokens, g.k_type.code, g.v_type.code, self.case.window)
 
     def table(self, waves: Waves) -> NDArray[Any]:
         """Partials into a table, wave by wave, then the fold."""
@@ -169,13 +178,13 @@ class Desk:
             entries, _ = self._entries(begin, end, places)
             if entries:
                 packed = self.machine.array(np.array(entries, np.int32))
-                self._attend(kernels.table_grid(len(entries), g.kv_heads, rows_max, g.group), packed, 0, acc, ml, 0)
+                self._attend(kernels.table_grid(len(entries), g.kv_heads, rows_max, g.group), packed, None, acc, ml, 0)
             begin = list(end)
         rows = [[places[number] + row, sequence.rows, g.pages(sequence.tokens), case.first_rows[number] + row]
                 for number, sequence in enumerate(case.sequences) for row in range(sequence.rows)]
         self.machine.launch(f"kv_fold_{g.head_size}", kernels.fold_grid(len(rows), g.q_heads), g.head_size, 0, acc, ml,
                             self.machine.array(np.array(rows, np.int32)), out, g.q_heads)
-        return np.array(out)
+        return self.machine.read(out)
 
     def running(self, waves: Waves) -> NDArray[Any]:
         """Wave by wave into a running state."""
@@ -194,7 +203,7 @@ class Desk:
             self._attend(kernels.running_grid(len(tiles), g.kv_heads), packed,
                          self.machine.array(np.array(tiles, np.int32)), acc, ml, out)
             begin = list(end)
-        return np.array(out)
+        return self.machine.read(out)
 
 
 def worst(got: NDArray[Any], expected: NDArray[Any]) -> float:

@@ -142,3 +142,13 @@ def test_the_order_of_blocks_and_threads_does_not_matter(machine: Alone) -> None
         machine.seed = seed
         outs.add(computed(machine, case, seed).tobytes())
     assert len(outs) == 1
+
+
+@pytest.mark.parametrize("head_size", kernels.HEAD_SIZES)
+def test_the_checked_build_has_nothing_to_say(request: pytest.FixtureRequest, head_size: int) -> None:
+    """Every load and store of kernels without a fault, each type once as K and once as V, ragged pages, three cuts."""
+    machine = open_machine(request.config, checked=True)
+    for number, kind in enumerate(KINDS):
+        machine.seed = number
+        geometry = geometry_of(kind, KINDS[(number + 4) % len(KINDS)], head_size, kv_heads=2, group=1 + number)
+        computed(machine, Case.random(geometry, [(70, 2), (33, 1)], seed=number), seed=number)
