@@ -59,6 +59,7 @@ class Case:
     sequences: tuple[Rows, ...]
     q: NDArray[Any]  # [rows of all sequences, q_heads, D]
     window: int = kernels.WINDOW_NONE
+    plain_scores: bool = False  # scale 1
 
     @classmethod
     def random(cls, geometry: Geometry, lengths: Sequence[tuple[int, int]], seed: int = 0, size: float = 1.0,
@@ -80,7 +81,7 @@ class Case:
 
     @property
     def scale(self) -> float:
-        return float(np.float32(self.geometry.head_size**-0.5))
+        return 1.0 if self.plain_scores else float(np.float32(self.geometry.head_size**-0.5))
 
     def expected(self) -> NDArray[Any]:
         """In float64, from the decoded rows."""
@@ -118,7 +119,7 @@ class Machine(Protocol):
 class Desk:
     """A case on a machine: its pages in cells in any order, with rubbish between them."""
 
-    def __init__(self, machine: Machine, case: Case, seed: int = 0) -> None:
+    def __init__(self, machine: Machine, case: Case, seed: int = 0, positions: NDArray[Any] | None = None) -> None:
         geometry = case.geometry
         self.machine, self.case, self.geometry = machine, case, geometry
         dice = np.random.default_rng(seed)
@@ -135,7 +136,8 @@ class Desk:
         self.k_pages, self.v_pages = (
             machine.array((machine.address(machine.array(pool)) + cells * pool.shape[1]).astype(np.uint64))
             for pool in (k_pool, v_pool))
-        self.q, self.positions = machine.array(case.q), machine.array(case.positions)
+        self.q = machine.array(case.q)
+        self.positions = machine.array(case.positions if positions is None else positions)
 
     def _entries(self, begin: Sequence[int], end: Sequence[int],
                  places: Sequence[int]) -> tuple[list[list[int]], list[int]]:
@@ -170,7 +172,7 @@ class Desk:
             places.append(total)
             total += g.pages(sequence.tokens) * sequence.rows
         acc = self.machine.empty(total, g.q_heads, g.head_size)
-        ml = self.machine.empty(total, g.q_heads, 2)
+        ml = self.tops_and_sums = self.machine.empty(total, g.q_heads, 2)
         out = self.machine.empty(len(case.q), g.q_heads, g.head_size)
         begin = [0] * len(case.sequences)
         rows_max = max(s.rows for s in case.sequences)

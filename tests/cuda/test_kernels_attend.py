@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from kvstream.cuda import kernels
 from kvstream.cuda.types import KVType
 from tests.cuda.alone import Alone, open_machine
-from tests.cuda.cases import Case, Desk, geometry_of, worst
+from tests.cuda.cases import Case, Desk, Rows, geometry_of, worst
 
 KINDS = tuple(kind.label for kind in KVType)
 TOLERANCE = 1.5e-6  # of the largest output; f32 sums of up to a few hundred terms
@@ -50,6 +50,22 @@ def computed(machine: Alone, case: Case, seed: int = 0) -> NDArray[Any]:
 def test_every_pair_of_types(machine: Alone, k_type: str, v_type: str) -> None:
     geometry = geometry_of(k_type, v_type, 64, kv_heads=2, group=3)
     computed(machine, Case.random(geometry, [(75, 2), (32, 1)], seed=KINDS.index(k_type) * 9 + KINDS.index(v_type)))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("head_size", "kv_heads"), [(64, 2), (80, 2), (96, 1), (256, 1)])
+def test_values_are_read_to_the_bit(machine: Alone, kind: str, head_size: int, kv_heads: int) -> None:
+    """Of one token the output is its V; and a q that is 1 in one dim and 0 elsewhere has K's value as its score."""
+    geometry = geometry_of(kind, kind, head_size, kv_heads, group=1)
+    machine.clear()
+    dice = np.random.default_rng(head_size)
+    sequence = Rows.random(geometry, 1, head_size, dice)
+    q = np.repeat(np.eye(head_size, dtype=np.float32)[:, None], kv_heads, axis=1)
+    desk = Desk(machine, Case(geometry, (sequence,), q, plain_scores=True), positions=np.zeros(head_size, np.int32))
+    out = desk.table([[1]])
+    k, v = sequence.k[0].astype(np.float32), sequence.v[0].astype(np.float32)
+    assert np.array_equal(out, np.repeat(v[None], head_size, axis=0))  # a sum makes 0 of -0
+    assert np.array_equal(machine.read(desk.tops_and_sums)[:, :, 0], k.T)
 
 
 @pytest.mark.parametrize("group", [1, 2, 4, 5, 6, 8, 12, 16])
@@ -90,11 +106,12 @@ def test_several_sequences_in_one_launch_are_each_as_if_alone(machine: Alone) ->
         assert same_bits(out[rows], computed(machine, alone, seed=9))
 
 
+@pytest.mark.parametrize("window", [kernels.WINDOW_NONE, 21], ids=["all", "window"])
 @pytest.mark.parametrize("head_size", [64, 80, 256])
-def test_a_wide_step_is_as_many_decodes(machine: Alone, head_size: int) -> None:
+def test_a_wide_step_is_as_many_decodes(machine: Alone, head_size: int, window: int) -> None:
     """Row by row, the pages ending at the row: what comes after it (here rubbish that is no number) does not count."""
     geometry = geometry_of("f16", "f16", head_size, kv_heads=2, group=5)
-    case = Case.random(geometry, [(71, 9)], seed=2)
+    case = Case.random(geometry, [(71, 9)], seed=2, window=window)
     sequence = case.sequences[0]
     wide = computed(machine, case)
     for row in range(sequence.rows):
@@ -104,7 +121,8 @@ def test_a_wide_step_is_as_many_decodes(machine: Alone, head_size: int) -> None:
         left = tokens - (pages - 1) * geometry.page_tokens
         k[-1, left * geometry.k_row_bytes :] = v[-1, left * geometry.v_row_bytes :] = 0xFF
         one = type(sequence)(tokens, 1, sequence.k[:tokens], sequence.v[:tokens], k, v)
-        assert same_bits(wide[row : row + 1], computed(machine, Case(geometry, (one,), case.q[row : row + 1])))
+        alone = computed(machine, Case(geometry, (one,), case.q[row : row + 1], window))
+        assert same_bits(wide[row : row + 1], alone)
 
 
 def test_what_a_later_token_holds_does_not_reach_an_earlier_row(machine: Alone) -> None:

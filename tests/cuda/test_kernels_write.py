@@ -10,7 +10,7 @@ import pytest
 from numpy.typing import NDArray
 
 from kvstream.cuda import kernels
-from kvstream.cuda.types import KVType, encode
+from kvstream.cuda.types import LEVELS_BETWEEN, KVType, encode
 from tests.cuda.alone import Alone, LaunchError, address_of, open_machine
 
 KINDS = tuple(KVType)
@@ -50,7 +50,7 @@ def write(machine: Alone, k: NDArray[Any], v: NDArray[Any], k_kind: KVType, v_ki
 
 
 def rows_of(values: int, rows: int, seed: int = 0) -> NDArray[Any]:
-    """Rows of several kinds: normal values, wide ranges, zeros, equal values, ties between codes, one large value."""
+    """Rows of several kinds: normal values, wide ranges, zeros, equal values, ties of each type, one large value."""
     dice = np.random.default_rng(seed)
     made = dice.standard_normal((rows, values)).astype(np.float32)
     made[1::8] *= np.exp2(dice.integers(-12, 12, (len(made[1::8]), values))).astype(np.float32)
@@ -60,6 +60,10 @@ def rows_of(values: int, rows: int, seed: int = 0) -> NDArray[Any]:
     made[5::8, ::32] = 1000
     made[6::8] = dice.integers(-127, 128, (len(made[6::8]), values)).astype(np.float32) + np.float32(0.5)
     made[7::8] = np.abs(made[7::8]) + 3
+    made[8::16] = dice.choice(np.array(LEVELS_BETWEEN, np.float32), made[8::16].shape)  # ties of iq4_nl: scale 1
+    made[8::16, ::32] = -127
+    bits = made[::16].view(np.uint32)
+    made[::16] = (bits & np.uint32(0xFFFF0000) | np.uint32(0x8000)).view(np.float32)  # ties of bf16
     return made
 
 
