@@ -4,7 +4,8 @@
 // threads of one launch, a fiber's own stack and the module's own data not at all. Everything else is a wild address.
 //
 // A cell of two bytes remembers its last write and two reads, one of them by another warp than the other if there is one.
-// That can lose a reader, never invent one: no false alarm, and a race that always happens is seen.
+// That can lose a reader, never invent one. The kernels store nothing narrower than two bytes: two threads that stored the
+// two bytes of one cell would be a false alarm.
 #include <dlfcn.h>
 #include <link.h>
 #include <string.h>
