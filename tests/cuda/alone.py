@@ -12,6 +12,7 @@ import os
 import shutil
 import struct
 import subprocess
+import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -92,11 +93,21 @@ def build_alone(folder: Path) -> Path:
     return library
 
 
+def cache_of(config: pytest.Config) -> Path:
+    """Where compiled things are kept: as the simulated driver's (conftest.py)."""
+    named = os.environ.get("KVSTREAM_CUDA_CACHE")
+    if named:
+        return Path(named) / "alone"
+    if config.pluginmanager.hasplugin("cacheprovider"):
+        return config.cache.mkdir("kernels")
+    return Path(tempfile.gettempdir()) / f"kvstream-kernels-{os.getuid()}"
+
+
 def open_machine(config: pytest.Config, checked: bool, sources: Sequence[Path] = (KERNELS / "kv.cu",)) -> Alone:
-    """Built in pytest's cache. Skipped where there is no compiler, except in CI, where that is a failure."""
+    """Compiled if need be. Skipped where there is no compiler, except in CI, where that is a failure."""
     if shutil.which("g++") is None and not os.environ.get("CI"):
         pytest.skip("no g++ to compile the kernels with")
-    folder = config.cache.mkdir("kernels")
+    folder = cache_of(config)
     return Alone(build_alone(folder), build(folder, sources, checked))
 
 

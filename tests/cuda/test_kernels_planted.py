@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.cuda.alone import KERNELS, Alone, LaunchError, build, build_alone, open_machine
+from tests.cuda.alone import KERNELS, Alone, LaunchError, build, build_alone, cache_of, open_machine
 from tests.cuda.cases import Case, Desk, geometry_of, worst
 
 ATTEND = (KERNELS / "attend.cuh").read_text("utf-8")
@@ -70,7 +70,7 @@ def symptoms(machine: Alone, seed: int) -> set[str]:
 
 def tried(request: pytest.FixtureRequest, folder: Path, where: Path) -> tuple[list[set[str]], int]:
     """What the checked build says on each seed, and on how many the fast one has wrong values."""
-    cache = request.config.cache.mkdir("kernels-planted")
+    cache = cache_of(request.config)
     library = build_alone(cache)
     checked = Alone(library, build(cache, [where], True))
     said = [symptoms(checked, seed) for seed in SEEDS]
