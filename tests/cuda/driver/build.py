@@ -42,6 +42,16 @@ CHECKED_FLAGS = ("-DKVS_SIM_CHECKED=1",)
 INSTRUMENT = ("-fsanitize=thread", "--param=tsan-instrument-func-entry-exit=0")  # compiled in, never linked: hooks.cpp
 
 
+def processor_flags() -> tuple[str, ...]:
+    """With the processor's own fused multiply-add and half conversion kernels run more than twice as fast, to the same
+    bits: nothing is fused that is not written so."""
+    try:
+        flags = Path("/proc/cpuinfo").read_text("utf-8")
+    except OSError:
+        return ()
+    return ("-mavx2", "-mfma", "-mf16c") if all(f" {name}" in flags for name in ("avx2", "fma", "f16c")) else ()
+
+
 class BuildFailed(Exception):
     """A compiler or pip failed; the text ends with what it said."""
 
@@ -111,7 +121,7 @@ class Builder:
         if name == "toy":
             cuda, plain = [], [HERE / "toy.cpp"]
         around = [*HERE.glob("*.h"), *KERNELS.glob("*.cuh"), *KERNELS.glob("*.h")]
-        flags = (*KERNEL_FLAGS, *(CHECKED_FLAGS if checked else ()), *INSTRUMENT)
+        flags = (*KERNEL_FLAGS, *processor_flags(), *(CHECKED_FLAGS if checked else ()), *INSTRUMENT)
         folder = self._once(f"{name}-{'checked' if checked else 'fast'}", flags, [*cuda, *plain, *around],
                             lambda into: self._build_image(into, cuda, plain, checked))
         return folder / "module.image"
@@ -201,8 +211,8 @@ class Builder:
         (into / "stubs.txt").write_text("\n".join(missing) + "\n", "utf-8")
 
     def _build_image(self, into: Path, cuda: Sequence[Path], plain: Sequence[Path], checked: bool) -> None:
-        flags = (*KERNEL_FLAGS, *(CHECKED_FLAGS if checked else ()), f"-I{self.root / 'include'}", f"-I{HERE}",
-                 f"-I{KERNELS}", *(["-DTOY_CHECKED=1"] if checked else []))
+        flags = (*KERNEL_FLAGS, *processor_flags(), *(CHECKED_FLAGS if checked else ()),
+                 f"-I{self.root / 'include'}", f"-I{HERE}", f"-I{KERNELS}", *(["-DTOY_CHECKED=1"] if checked else []))
         kernel = (*flags, "-x", "c++", "-include", str(HERE / "kernel_host.h"), *(INSTRUMENT if checked else ()))
         objects = self._compile(into.parent, [*((source, kernel) for source in cuda),
                                               *((source, flags) for source in plain)])
