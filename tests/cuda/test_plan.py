@@ -5,10 +5,11 @@ from __future__ import annotations
 import pytest
 
 from kvstream.core.types import AccountingBug
-from kvstream.cuda import ops, placing
+from kvstream.cuda import layout, ops, placing
 from kvstream.cuda.plan import plan_step
 from kvstream.cuda.ring import Residency
 from kvstream.cuda.steady import Plan
+from kvstream.cuda.types import KVType
 from tests.cuda.world import Shape, Split, World, cells_min, evenly
 
 
@@ -217,6 +218,20 @@ def test_a_split_that_asks_for_too_much_is_cut_to_what_there_is() -> None:
     plan = decoding(world, 60, Split(0, (99, 99, 2)), ahead=False)
     assert sum(world.residency.pages_held(layer) for layer in range(3)) == 11  # one cell is left to pass through
     assert plan.counts.uploads == 3 * 15 - 8
+
+
+@pytest.mark.parametrize("sequences", [1, 2, 3])
+@pytest.mark.parametrize("rows", [3, 33, 70])
+def test_the_smallest_pool_of_a_layout_is_enough_for_every_step(rows: int, sequences: int) -> None:
+    geometry = layout.Geometry(2, 1, 1, 64, KVType.F16, KVType.F16, page_tokens=32)
+    cells = layout.cells_min(geometry, rows, sequences)
+    assert cells == cells_min(2, 32, rows, sequences)
+    world = World(layers=2, page_tokens=32, cells=cells)
+    ids = [world.create(31) for _ in range(sequences)]
+    for other in (2 if rows >= 2 * sequences else 1, 1):
+        widths = [rows - other * (sequences - 1)] + [other] * (sequences - 1)
+        world.step(list(zip(ids, widths, strict=True)), evenly(2, 99))
+    assert world.checker.faults == []
 
 
 def test_a_pool_that_is_too_small_for_the_tails_is_refused() -> None:
