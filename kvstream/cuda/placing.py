@@ -56,9 +56,11 @@ def place(cells: Cells, demand: Demand, kept: Kept, ring_wanted: int) -> Places:
     del found[max(0, ring - kept.zone) :]
     for layer, page in gone:
         cells.drop(layer, np.array([page]))
-    moved, border = 0, len(cells.holder)
+    moved, border, freed = 0, len(cells.holder), len(gone)
     if kept.passing and ring >= RING_CELLS_MIN:
+        passing = len(found)
         moved, border = _put_together(cells, keep, demand, found, ring)
+        freed += passing - len(found)
 
     missing = int(np.count_nonzero(cells.cell_of[keep] == FREE))
     keepers, free = _shortest_first(_free(cells), missing, border)
@@ -69,7 +71,7 @@ def place(cells: Cells, demand: Demand, kept: Kept, ring_wanted: int) -> Places:
         longest = sorted(_pieces(circle), key=len, reverse=True)
         circle = sorted([cell for piece in longest for cell in piece][: -(-kept.passing // laps)])
     assert layers * len(tails) + sum(kept.layer_pages) + ring <= len(cells.holder)
-    return Places(np.array(keepers, np.int64), np.array(circle, np.int64), zone, found, len(gone), moved)
+    return Places(np.array(keepers, np.int64), np.array(circle, np.int64), zone, found, freed, moved)
 
 
 def _others(cells: Cells, keep: NDArray[np.bool_], demand: Demand) -> list[tuple[int, int]]:
@@ -111,7 +113,10 @@ def _shortest_first(free: list[int], number: int, border: int) -> tuple[list[int
 def _put_together(cells: Cells, keep: NDArray[np.bool_], demand: Demand, found: list[tuple[int, int]],
                   ring: int) -> tuple[int, int]:
     """Forget kept pages at the end of the pool, where the ring is to be, if it is in too many pieces. Returns how many,
-    and where it begins. What stays: tails, which are needed at once, and pages in transit or of other sequences."""
+    and where it begins. What stays: tails, which are needed at once, and pages in transit or of other sequences.
+
+    Pages that pass and were found before that place are forgotten too, and taken off ``found``. They would hold the
+    cells that the kept ones are to move to, and all would be moved back and forth in every step."""
     candidates = sorted(_free(cells) + [int(cells.cell_of[layer, page]) for layer, page in found])
     missing = int(np.count_nonzero(cells.cell_of[keep] == FREE))
     _, rest = _shortest_first(candidates, missing, len(cells.holder))
@@ -125,4 +130,12 @@ def _put_together(cells: Cells, keep: NDArray[np.bool_], demand: Demand, found: 
     moving = np.argwhere(movable & (cells.cell_of >= border)).tolist()
     for layer, page in moving:
         cells.drop(layer, np.array([page]))
+    written = frozenset(demand.pages[at] for at in demand.filled)
+    kept_found = []
+    for layer, page in found:
+        if page in written or cells.cell_of[layer, page] >= border:
+            kept_found.append((layer, page))
+        else:
+            cells.drop(layer, np.array([page]))
+    found[:] = kept_found
     return len(moving), border

@@ -213,6 +213,17 @@ def test_a_growing_sequence_leaves_the_ring_in_long_pieces() -> None:
     assert world.checker.faults == []
 
 
+def test_a_ring_whose_pages_were_copied_ahead_is_put_together_once() -> None:
+    """After a prefill with a small ring: what was copied ahead for this step lies where kept pages are to go."""
+    world = World(layers=8, page_tokens=2, host_pages=300, cells=8 * 41 + 8)
+    sequence = world.create(120)
+    for _ in range(3):
+        world.step([(sequence, 6)], evenly(8, 40, 8))
+    moved = [world.step([(sequence, 1)], evenly(8, 31, 80)).counts.moved for _ in range(4)]
+    assert moved[0] > 0 and moved[1:] == [0, 0, 0]
+    assert world.checker.faults == []
+
+
 def test_a_split_that_asks_for_too_much_is_cut_to_what_there_is() -> None:
     world = World(layers=3, page_tokens=4, cells=12)
     plan = decoding(world, 60, Split(0, (99, 99, 2)), ahead=False)
