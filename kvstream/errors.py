@@ -7,6 +7,9 @@
     ├─ PortInUseError                  the address is taken (exit code 3)
     ├─ EmbeddedError                   the llama.cpp child cannot be found, started or kept alive
     ├─ StoreError                      a file of saved KV cannot be written, kept or offered; requests go on without
+    ├─ DeviceError                     the CUDA device, its driver or its kernels cannot be used, or failed
+    │  ├─ DeviceMemoryError            the device or pinned memory has no room for that
+    │  └─ StepError                    a step of the KV streamer asked for something that cannot be; nothing changed
     ├─ RequestError                    the client's fault: 4xx
     │  ├─ InvalidRequestError          400  malformed body, wrong type of a field
     │  ├─ ContextLengthError           400  can never fit; names both numbers
@@ -110,6 +113,25 @@ class StoreError(KVStreamError):
     """Saved KV. No client ever sees it: what was to be restored is computed."""
 
     code = "kv_store"
+
+
+class DeviceError(KVStreamError):
+    """The CUDA device, its driver or its kernels. After a failed launch or copy the device can only be closed."""
+
+    status = 503
+    code = "device_error"
+
+
+class DeviceMemoryError(DeviceError):
+    """No room on the device or in pinned memory. Names what was asked for."""
+
+    code = "device_memory"
+
+
+class StepError(DeviceError):
+    """A call of the KV streamer that makes no sense now. What was there before is still there."""
+
+    code = "kv_step"
 
 
 class RequestError(KVStreamError):

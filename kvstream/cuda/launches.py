@@ -1,0 +1,292 @@
+"""From the compute ops of a plan to kernel launches: argument lists, grids, and the tables that the kernels read.
+
+Theory of operation. A plan is frozen before anything runs, so everything the kernels are told about a step is known at
+its beginning: where each page and each new row lies, which rows look at which page. These *tables* are put one after
+the other into a region of the pool (the staged workspaces of ``layout``, taken as one piece) by one copy at the start
+of the step. A step that has more to tell than the region holds, which takes very many waves of very many rows, sends
+it in several loads, each before the first launch that reads it. The copies are on the compute stream, hence after all
+launches that read the load before.
+
+On the host a load is written into one of two pinned stagings in turn, so the host may prepare the next while the last
+is still being read.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any, Final
+
+import numpy as np
+from attrs import define, frozen
+from numpy.typing import NDArray
+
+from ..errors import StepError
+from .kernels import WINDOW_NONE, attend_shared_bytes, threads
+from .layout import TILE_VECTORS, Layout
+from .ops import Attend, Fold, Write
+
+if TYPE_CHECKING:
+    from .device import Bytes, Device, Event, Stream
+
+TABLE_ALIGNMENT: Final = 16
+WRITE_THREADS: Final = 128
+BEGIN, END = 1, 2
+
+Table = NDArray[Any]
+
+
+@frozen
+class Part:
+    """The rows of one sequence in a step: ``rows`` from ``first_row`` on, at positions from ``before`` on. Its partial
+    results are at ``place`` + page index * rows of the table."""
+
+    sequence: int
+    first_row: int
+    rows: int
+    before: int
+    place: int
+
+    @property
+    def after(self) -> int:
+        """Tokens of the sequence at the end of the step."""
+        return self.before + self.rows
+
+
+@define
+class Io:
+    """Device addresses of a layer's input and output; known when the layer is called."""
+
+    q: int = 0
+    k: int = 0
+    v: int = 0
+    out: int = 0
+
+
+@frozen(eq=False)
+class Draft:
+    """A launch whose tables have no address yet. ``args`` gets their addresses, in order."""
+
+    kernel: str
+    grid: tuple[int, int, int]
+    block: tuple[int, int, int]
+    shared_bytes: int
+    tables: tuple[Table, ...]
+    args: Callable[[Sequence[int], Io], tuple[int | float, ...]]
+
+
+def parts_of(batch: Iterable[tuple[int, int, int]], page_tokens: int) -> tuple[Part, ...]:
+    """``batch``: (sequence, tokens before, new tokens), rows in that order."""
+    parts, row, place = [], 0, 0
+    for sequence, before, new in batch:
+        parts.append(Part(sequence, row, new, before, place))
+        row += new
+        place += -(-(before + new) // page_tokens) * new
+    return tuple(parts)
+
+
+class Drafts:
+    """What the ops of one step mean for the kernels. ``pool`` is the pool's address."""
+
+    def __init__(self, layout: Layout, pool: int, parts: tuple[Part, ...], scale: float) -> None:
+        self._layout, self._geometry, self._pool, self._scale = layout, layout.geometry, pool, scale
+        self._parts = {part.sequence: part for part in parts}
+        self._rows = sum(part.rows for part in parts)
+        self._positions = np.concatenate(
+            [np.arange(part.before, part.after, dtype=np.int32) for part in parts])
+        self._folds = self._fold_rows(parts)
+        self._places = sum(layout.geometry.pages(part.after) * part.rows for part in parts)
+
+    def write(self, op: Write) -> Draft:
+        """One launch for K and V of all new rows."""
+        geometry, layout = self._geometry, self._layout
+        targets = np.zeros((2, self._rows), np.uint64)
+        for row, count, cell, first_token in op.rows:
+            tokens = np.arange(first_token, first_token + count, dtype=np.uint64)
+            targets[0, row : row + count] = (
+                np.uint64(self._pool + layout.k_cell(cell)) + tokens * np.uint64(geometry.k_row_bytes))
+            targets[1, row : row + count] = (
+                np.uint64(self._pool + layout.v_cell(cell)) + tokens * np.uint64(geometry.v_row_bytes))
+        rows, values = self._rows, geometry.row_values
+        blocks = rows * -(-values // 32)
+        return Draft("kv_write", (-(-blocks // WRITE_THREADS), 2, 1), (WRITE_THREADS, 1, 1), 0, (targets,),
+                     lambda at, io: (io.k, io.v, at[0], at[0] + 8 * rows, rows, values,
+                                     geometry.k_type.code, geometry.v_type.code))
+
+    def attend(self, op: Attend, first: frozenset[int], last: frozenset[int]) -> Draft:
+        """``first`` and ``last``: the sequences for which this is the layer's first wave, and its last."""
+        geometry = self._geometry
+        running = op.fold == "running"
+        pages = np.array(op.entries, np.int64).reshape(-1, 3)
+        pointers = np.empty((2, len(pages)), np.uint64)
+        cells = pages[:, 2].astype(np.uint64)
+        pointers[0] = np.uint64(self._pool) + cells * np.uint64(geometry.k_page_bytes)
+        pointers[1] = np.uint64(self._pool + self._layout.v_cell(0)) + cells * np.uint64(geometry.v_page_bytes)
+        entries, runs = self._entries(pages)
+        tables: tuple[Table, ...] = (pointers, entries, self._positions)
+        if running:
+            tiles = self._tiles(runs, first, last)
+            tables, columns, depth = (*tables, tiles), len(tiles), 1
+        elif self._places > self._layout.table_slots:
+            raise StepError(f"the step has {self._places} partial results, the table holds {self._layout.table_slots}")
+        else:
+            rows_max = max(self._parts[sequence].rows for sequence, _, _ in runs)
+            columns, depth = len(pages), -(-rows_max * geometry.group // TILE_VECTORS)
+        workspace = "state" if running else "table"
+        acc = self._pool + self._layout.workspace(workspace).offset
+        ml = self._pool + self._layout.workspace(f"{workspace}_ml").offset
+        slots = len(pages)
+
+        def args(at: Sequence[int], io: Io) -> tuple[int | float, ...]:
+            return (io.q, at[0], at[0] + 8 * slots, at[1], at[2], at[3] if running else 0, acc, ml, io.out,
+                    self._scale, geometry.kv_heads, geometry.group, geometry.page_tokens, geometry.k_type.code,
+                    geometry.v_type.code, WINDOW_NONE)
+
+        return Draft(f"kv_attend_{geometry.head_size}", (columns, geometry.kv_heads, depth),
+                     (threads(geometry.head_size), 1, 1),
+                     attend_shared_bytes(geometry.head_size, geometry.page_tokens, running), tables, args)
+
+    def fold(self, op: Fold) -> Draft:
+        geometry, layout = self._geometry, self._layout
+        acc = self._pool + layout.workspace("table").offset
+        ml = self._pool + layout.workspace("table_ml").offset
+        return Draft(f"kv_fold_{geometry.head_size}", (geometry.q_heads, self._rows, 1), (geometry.head_size, 1, 1), 0,
+                     (self._folds,), lambda at, io: (acc, ml, at[0], io.out, geometry.q_heads))
+
+    def layer(self, ops: Iterable[object]) -> Iterator[Draft]:
+        """The launches of one layer's compute ops, in order."""
+        listed = list(ops)
+        waves = [op for op in listed if isinstance(op, Attend)]
+        first: dict[int, Attend] = {}
+        last: dict[int, Attend] = {}
+        for wave in waves:
+            for sequence, _, _ in wave.entries:
+                first.setdefault(sequence, wave)
+                last[sequence] = wave
+        for op in listed:
+            if isinstance(op, Write):
+                yield self.write(op)
+            elif isinstance(op, Fold):
+                yield self.fold(op)
+            elif isinstance(op, Attend):
+                yield self.attend(op, frozenset(key for key, wave in first.items() if wave is op),
+                                  frozenset(key for key, wave in last.items() if wave is op))
+
+    def _entries(self, pages: Table) -> tuple[Table, list[tuple[int, int, int]]]:
+        """i32[entries][8], and the runs of one sequence in it: (sequence, first entry, entries)."""
+        page_tokens = self._geometry.page_tokens
+        entries = np.zeros((len(pages), 8), np.int32)
+        entries[:, 0] = np.arange(len(pages))
+        entries[:, 1] = pages[:, 1] * page_tokens
+        runs = []
+        borders = [0, *(np.flatnonzero(np.diff(pages[:, 0])) + 1).tolist(), len(pages)]
+        for start, end in zip(borders[:-1], borders[1:], strict=True):
+            part = self._parts[int(pages[start, 0])]
+            run = entries[start:end]
+            run[:, 2] = np.minimum(page_tokens, part.after - run[:, 1])
+            run[:, 3], run[:, 4] = part.first_row, part.rows
+            run[:, 5] = part.place + pages[start:end, 1] * part.rows
+            runs.append((part.sequence, start, end - start))
+        return entries, runs
+
+    def _tiles(self, runs: Iterable[tuple[int, int, int]], first: frozenset[int], last: frozenset[int]) -> Table:
+        """i32[tiles][8]: every sequence with pages in this wave, cut into tiles of 8 vectors."""
+        made = []
+        for sequence, start, entries in runs:
+            part = self._parts[sequence]
+            tiles = np.zeros((-(-part.rows * self._geometry.group // TILE_VECTORS), 8), np.int32)
+            flags = (BEGIN if sequence in first else 0) | (END if sequence in last else 0)
+            tiles[:, :4] = start, entries, part.first_row, part.rows
+            tiles[:, 4] = np.arange(len(tiles)) * TILE_VECTORS
+            tiles[:, 5] = flags
+            made.append(tiles)
+        return np.concatenate(made)
+
+    def _fold_rows(self, parts: tuple[Part, ...]) -> Table:
+        """i32[rows][4]: where each row's partials are: (first place, stride, pages, row)."""
+        folds = np.zeros((self._rows, 4), np.int32)
+        for part in parts:
+            rows = np.arange(part.rows)
+            mine = folds[part.first_row : part.first_row + part.rows]
+            mine[:, 0] = part.place + rows
+            mine[:, 1], mine[:, 2] = part.rows, self._geometry.pages(part.after)
+            mine[:, 3] = part.first_row + rows
+        return folds
+
+
+@frozen(eq=False)
+class _Placed:
+    draft: Draft
+    addresses: tuple[int, ...]
+    load: int
+
+
+class Loads:
+    """Puts the tables of a step on the device, ahead of the launches that read them."""
+
+    def __init__(self, device: Device, stream: Stream, region: int, stagings: tuple[Bytes, Bytes],
+                 on_load: Callable[[int, bool], None]) -> None:
+        self._device, self._stream, self._region, self._stagings = device, stream, region, stagings
+        self._on_load = on_load  # told (bytes, whether the host had to wait)
+        self._sent: list[Event | None] = [None, None]
+        self._turn = 0
+        self._drafts: Iterator[Draft] = iter(())
+        self._next: Draft | None = None
+        self._placed: deque[_Placed] = deque()
+
+    def begin(self, drafts: Iterator[Draft]) -> None:
+        """The launches of a step, in the order in which ``take`` will be called."""
+        self._drafts = drafts
+        self._next = next(drafts, None)
+        self._placed.clear()
+        self._load()
+
+    def take(self, kernel: str) -> tuple[Draft, tuple[int, ...]]:
+        """The next launch, whose tables are on the device as far as the compute stream is concerned."""
+        if not self._placed:
+            self._load()
+        if not self._placed or not self._placed[0].draft.kernel.startswith(kernel):
+            raise StepError(f"the step has no launch of {kernel} now")
+        placed = self._placed.popleft()
+        return placed.draft, placed.addresses
+
+    def clear(self) -> None:
+        self._drafts, self._next = iter(()), None
+        self._placed.clear()
+        self._sent = [None, None]
+
+    def _load(self) -> None:
+        if self._next is None:
+            return
+        turn, self._turn = self._turn, 1 - self._turn
+        waited = False
+        sent = self._sent[turn]
+        if sent is not None and not self._device.query(sent):
+            self._device.synchronize(self._stream)
+            waited = True
+        staging = self._stagings[turn]
+        known: dict[int, int] = {}
+        used = 0
+        while self._next is not None:
+            fresh = [table for table in self._next.tables if id(table) not in known]
+            needed = sum(_padded(table.nbytes) for table in fresh)
+            if used + needed > len(staging):
+                if not used:
+                    raise StepError(f"a launch of {self._next.kernel} needs {needed} bytes of tables, there are "
+                                    f"{len(staging)}")
+                break
+            for table in fresh:
+                if id(table) not in known:
+                    staging[used : used + table.nbytes] = np.frombuffer(table.tobytes(), np.uint8)
+                    known[id(table)] = used
+                    used += _padded(table.nbytes)
+            self._placed.append(_Placed(
+                self._next, tuple(self._region + known[id(table)] for table in self._next.tables), turn))
+            self._next = next(self._drafts, None)
+        self._device.copy_in(self._stream, self._region, staging[:used])
+        self._sent[turn] = self._device.record(self._stream)
+        self._on_load(used, waited)
+
+
+def _padded(size: int) -> int:
+    return -(-size // TABLE_ALIGNMENT) * TABLE_ALIGNMENT
