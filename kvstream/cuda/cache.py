@@ -25,15 +25,16 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from attrs import asdict, evolve, frozen
-from numpy.typing import NDArray
+from attrs import asdict, frozen
 
 from ..errors import DeviceError, DeviceMemoryError, StepError
-from .executor import Executor
+from .arrays import Arrays, array_bytes
+from .executor import Executor, Figures
 from .launches import Part, parts_of
-from .layout import Geometry, Layout, plan_layout
-from .plan import Plan, Residency, plan_step
+from .layout import Geometry, plan_layout
+from .plan import Plan, plan_step
 from .policy import Feedback, Policy, Split
+from .ring import Residency
 from .sequences import Change, Sequences
 
 if TYPE_CHECKING:
@@ -107,13 +108,281 @@ class _Step:
     rows: int
 
 
-class _Arrays:
-    """Pinned buffers for callers that have numpy arrays, and where they go in the pool."""
+class KVCache:
+    """Sequences and their KV over one device. All calls on the thread that made ``device``; it owns the device.
 
-    def __init__(self, device: Device, layout: Layout) -> None:
-        self.q, self.k, self.v, self.out = (
-            device.pinned(layout.workspace(name).size) for name in ("q", "k", "v", "out"))
+    *Errors*: ``ConfigError`` from making it when the sizes do not fit, ``DeviceMemoryError`` when the memory is not
+    there; then nothing is left allocated. Later ``StepError`` and ``DeviceMemoryError`` change nothing.
+    """
 
+    def __init__(self, device: Device, geometry: Geometry, opening: Opening) -> None:
+        own = array_bytes(geometry, opening.rows_max) if opening.arrays else 0
+        self.geometry = geometry
+        self.layout = plan_layout(geometry, opening.pool_bytes, opening.host_bytes - own, opening.rows_max,
+                                  opening.sequences_max, opening.context_max, opening.table_slots)
+        self.device = device
+        self._opening = opening
+        self._scale = geometry.head_size**-0.5 if opening.scale is None else opening.scale
+        self._executor = Executor(device, self.layout, sample_every=opening.sample_every)
+        self._arrays = Arrays(device, self.layout, self._executor.compute, self._executor.pool, opening.arrays)
+        self._sequences = Sequences(self.layout.host_pages, geometry.page_tokens)
+        self._residency = self._nothing()
+        self._policy = Policy.opened(self._cells_to_split(), geometry.layers)
+        self._split: Split | None = None
+        self._feedback = Feedback()
+        self._repartitions = 0
+        self._step: _Step | None = None
+        self._expected: tuple[str, int] = ("", 0)
+        self._failed: str | None = None
+        self._host_bytes = self.layout.host_bytes + own
+        self._say_what_is_active()
 
-def array_bytes(geometry: Geometry, rows_max: int) -> int:
-    return rows_max * 4 * 2 * (geometry.q_heads * geometry.head_size + geometry.row_values)
+    # --- sequences ----------------------------------------------------------------------------------------------------
+
+    def create(self) -> int:
+        with self._between_steps():
+            return self._sequences.create()
+
+    def fork(self, sequence: int) -> int:
+        with self._between_steps():
+            fork, change = self._sequences.fork(sequence)
+            self._carry_out(change)
+            return fork
+
+    def truncate(self, sequence: int, tokens: int) -> None:
+        with self._between_steps():
+            self._carry_out(self._sequences.truncate(sequence, tokens))
+
+    def drop(self, sequence: int) -> None:
+        with self._between_steps():
+            self._carry_out(self._sequences.drop(sequence))
+
+    def tokens(self, sequence: int) -> int:
+        return self._sequences[sequence].tokens
+
+    def _carry_out(self, change: Change) -> None:
+        self._residency = self._residency.without(change.freed)
+        if not change.copies:
+            return
+        self._quiet()
+        for copy in change.copies:
+            for layer in range(self.geometry.layers):
+                for to, of in zip(self._rows(layer, copy.target, copy.tokens),
+                                  self._rows(layer, copy.source, copy.tokens), strict=True):
+                    to[:] = of
+
+    # --- steps --------------------------------------------------------------------------------------------------------
+
+    def begin_step(self, batch: Sequence[tuple[int, int]]) -> None:
+        """(sequence, new tokens) of each sequence in the step. *Errors*: ``StepError``, ``DeviceMemoryError``: nothing
+        has changed, and the same step can be tried again once there is room."""
+        with self._between_steps():
+            told = tuple((int(sequence), int(new)) for sequence, new in batch)
+            self._check_batch(told)
+            self._sequences.extend(told)
+            try:
+                step = self._planned(told)
+            except BaseException:
+                self._residency = self._residency.without(
+                    self._sequences.shrink(sequence for sequence, _ in told))
+                raise
+            self._step = step
+            self._expected = ("append", 0)
+            figures = self._executor.begin(step.plan, step.parts, self._scale)
+            if figures is not None:
+                self._heard(figures)
+
+    def append(self, layer: int, k: Any, v: Any) -> None:
+        """New rows of a layer, [rows][kv_heads][head_size] f32: arrays, or addresses of device memory."""
+        with self._in_step("append", layer) as step:
+            executor = self._executor
+            executor.append(step.plan, layer, *self._arrays.rows_in(k, v, step.rows * self.geometry.row_values))
+            self._expected = ("attend", layer)
+
+    def attend(self, layer: int, q: Any, out: int = 0) -> Any:
+        """Attention of the new rows, [rows][q_heads][head_size] f32. An array comes back for an array, an address for
+        an address (``out``, or one inside the pool that the next layer overwrites)."""
+        with self._in_step("attend", layer) as step:
+            executor, geometry = self._executor, self.geometry
+            values = step.rows * geometry.q_heads * geometry.head_size
+            q_at = self._arrays.queries_in(q, values)
+            out_at = out or self._arrays.address("out")
+            executor.attend(step.plan, layer, q_at, out_at)
+            self._expected = ("append", layer + 1) if layer + 1 < geometry.layers else ("end_step", 0)
+            if isinstance(q, int):
+                return out_at
+            return self._arrays.result(out_at, values).reshape(step.rows, geometry.q_heads, geometry.head_size)
+
+    def end_step(self) -> None:
+        with self._in_step("end_step", 0) as step:
+            self._executor.end(step.plan)
+            self._residency = step.plan.residency
+            self._sequences.commit(step.batch)
+            self._step, self._expected = None, ("", 0)
+
+    def abandon_step(self) -> None:
+        """As if the step had not begun; the device holds no pages afterwards."""
+        step = self._step
+        if step is None:
+            raise StepError("no step has been begun")
+        with self._watched():
+            self._executor.abandon()
+            self._sequences.shrink(sequence for sequence, _ in step.batch)
+            self._residency = self._nothing()
+            self._step, self._expected = None, ("", 0)
+
+    def _check_batch(self, batch: tuple[tuple[int, int], ...]) -> None:
+        layout = self.layout
+        rows = sum(new for _, new in batch)
+        if not batch or any(new < 1 for _, new in batch):
+            raise StepError("a step needs at least one sequence, and each at least one new token")
+        if len({sequence for sequence, _ in batch}) < len(batch):
+            raise StepError("a sequence is in the step twice")
+        if len(batch) > layout.sequences_max or rows > layout.rows_max:
+            raise StepError(f"a step of {len(batch)} sequences and {rows} new tokens: this cache was opened for "
+                            f"{layout.sequences_max} and {layout.rows_max}")
+        for sequence, new in batch:
+            tokens = self._sequences[sequence].tokens + new
+            if tokens > layout.context_max:
+                raise StepError(f"sequence {sequence} would have {tokens} tokens: this cache was opened for "
+                                f"{layout.context_max}")
+
+    def _planned(self, batch: tuple[tuple[int, int], ...]) -> _Step:
+        before = tuple((sequence, self._sequences[sequence].tokens, new) for sequence, new in batch)
+        parts = parts_of(before, self.geometry.page_tokens)
+        tables = {sequence: self._sequences[sequence].pages for sequence, _ in batch}
+        active = len({page for pages in tables.values() for page in pages[:-1]})
+        widest = max(new for _, new in batch)
+        if self._opening.split is not None:
+            split = self._opening.split(active)
+        else:
+            self._policy, split = self._policy.step(active, widest, self._feedback)
+        if self._split is not None and split.layer_pages != self._split.layer_pages:
+            self._repartitions += 1
+        self._split = split
+        plan = plan_step(self._residency, split, before, tables, self.geometry, table_slots=self.layout.table_slots)
+        return _Step(batch, parts, plan, split, sum(new for _, new in batch))
+
+    def _heard(self, figures: Figures) -> None:
+        old = self._feedback
+        busy = min(1.0, figures.copy_s / figures.step_s) if figures.step_s > 0 else 0.0
+        self._feedback = Feedback(old.samples + figures.batches, old.misses + figures.misses, busy, old.peak)
+
+    # --- pages --------------------------------------------------------------------------------------------------------
+
+    def save(self, sequence: int) -> Saved:
+        """A copy of a sequence's tokens in ordinary memory. The sequence stays as it is."""
+        with self._between_steps():
+            found = self._sequences[sequence]
+            self._quiet()
+            data = tuple(np.concatenate([np.zeros(0, np.uint8), *(
+                rows for plane in (0, 1) for rows in self._runs(layer, plane, found.pages, found.tokens))])
+                for layer in range(self.geometry.layers))
+            return Saved(self.geometry, found.tokens, data)
+
+    def load(self, saved: Saved) -> int:
+        """A new sequence from saved pages. *Errors*: ``StepError`` for another geometry or too many tokens,
+        ``DeviceMemoryError`` when the host has no pages for it."""
+        with self._between_steps():
+            geometry = self.geometry
+            row_bytes = geometry.k_row_bytes + geometry.v_row_bytes
+            if saved.geometry != geometry:
+                raise StepError(f"these pages are of {saved.geometry}, this cache has {geometry}")
+            if saved.tokens > self.layout.context_max:
+                raise StepError(f"{saved.tokens} tokens were saved, this cache was opened for "
+                                f"{self.layout.context_max}")
+            if [part.nbytes for part in saved.data] != [saved.tokens * row_bytes] * geometry.layers:
+                raise StepError(f"{saved.nbytes} bytes are not {saved.tokens} tokens of {geometry.layers} layers")
+            sequence = self._sequences.create(saved.tokens)
+            self._quiet()
+            for layer, part in enumerate(saved.data):
+                at = 0
+                for plane in (0, 1):
+                    for rows in self._runs(layer, plane, self._sequences[sequence].pages, saved.tokens):
+                        rows[:] = part[at : at + rows.nbytes]
+                        at += rows.nbytes
+            return sequence
+
+    def _runs(self, layer: int, plane: int, pages: Sequence[int], tokens: int) -> Iterator[Bytes]:
+        """The rows of some pages in one plane of the slab (0: K, 1: V), page after page."""
+        page_tokens = self.geometry.page_tokens
+        for index, page in enumerate(pages):
+            yield self._rows(layer, page, min(page_tokens, tokens - index * page_tokens))[plane]
+
+    def _rows(self, layer: int, page: int, tokens: int) -> tuple[Bytes, Bytes]:
+        """The first rows of a host page, K and V."""
+        layout, slab = self.layout, self._executor.slab
+        k, v = layout.k_host(layer, page), layout.v_host(layer, page)
+        return (slab[k : k + tokens * self.geometry.k_row_bytes], slab[v : v + tokens * self.geometry.v_row_bytes])
+
+    # --- state --------------------------------------------------------------------------------------------------------
+
+    def stats(self) -> Stats:
+        layout, held = self.layout, self._residency
+        split = self._split
+        return Stats(
+            counters=asdict(self._executor.counters), cells=layout.cells,
+            cells_held=sum(held.pages_held(layer) for layer in range(self.geometry.layers)),
+            ring=split.ring if split else self._policy.ring, layer_pages=split.layer_pages if split else (),
+            repartitions=self._repartitions, host_pages=layout.host_pages, host_pages_free=self._sequences.free,
+            sequences=len(self._sequences), pool_bytes=layout.pool_bytes, host_bytes=self._host_bytes)
+
+    def close(self) -> None:
+        """Wait for the device and free everything. May be called twice, and after a failure."""
+        self._step = None
+        self._failed = self._failed or "the cache is closed"
+        self._arrays.forget()
+        self._executor.forget()
+        self.device.close()
+
+    def _nothing(self) -> Residency:
+        return Residency.empty(self.geometry.layers, self.layout.host_pages, self.layout.cells)
+
+    def _cells_to_split(self) -> int:
+        """Every sequence of a step has a cell for its growing page in every layer; the rest is the policy's."""
+        return max(1, self.layout.cells - self.geometry.layers * self.layout.sequences_max)
+
+    def _quiet(self) -> None:
+        self._executor.quiet()
+        self._residency = self._residency.synchronized()
+
+    @contextmanager
+    def _watched(self) -> Iterator[None]:
+        """When the device fails, everything does from then on."""
+        if self._failed is not None:
+            raise DeviceError(self._failed)
+        try:
+            yield
+        except (StepError, DeviceMemoryError):
+            raise
+        except DeviceError as error:
+            self._failed = f"the device failed before: {error.message}"
+            raise
+
+    @contextmanager
+    def _between_steps(self) -> Iterator[None]:
+        with self._watched():
+            if self._step is not None:
+                raise StepError("a step is under way: end or abandon it first")
+            yield
+
+    @contextmanager
+    def _in_step(self, call: str, layer: int) -> Iterator[_Step]:
+        with self._watched():
+            if self._step is None:
+                raise StepError("no step has been begun")
+            if (call, layer) != self._expected:
+                wanted, at = self._expected
+                raise StepError(f"{call} of layer {layer} now? Next is {wanted} of layer {at}")
+            yield self._step
+
+    def _say_what_is_active(self) -> None:
+        geometry, layout, policy = self.geometry, self.layout, self._policy
+        log.info(
+            "KV streaming is active on %s: pool %.1f MiB (%d cells of %d tokens, at first %d pages of each of %d "
+            "layers resident and a ring of %d; workspaces %.1f MiB), pinned host memory %.1f MiB (%d pages, %d tokens), "
+            "K %s, V %s, head size %d, %d query and %d KV heads", self.device.name, layout.pool_bytes / MIB,
+            layout.cells, geometry.page_tokens, policy.resident, geometry.layers, policy.ring,
+            layout.workspace_bytes / MIB, self._host_bytes / MIB, layout.host_pages,
+            layout.host_pages * geometry.page_tokens, geometry.k_type, geometry.v_type, geometry.head_size,
+            geometry.q_heads, geometry.kv_heads)

@@ -29,6 +29,7 @@ from typing import TYPE_CHECKING, Any, Final, Protocol, TypeAlias
 from attrs import define
 
 from ..errors import DeviceError, DeviceMemoryError
+from .kernels import kernel_formats
 
 if TYPE_CHECKING:
     import numpy as np
@@ -122,7 +123,7 @@ def packaged_image() -> bytes:
     try:
         return source.read_bytes()
     except OSError as error:
-        raise DeviceError(f"this installation has no CUDA kernels ({source}): build them with `just kernels`") from error
+        raise DeviceError(f"there are no CUDA kernels in this installation ({source}): `just kernels` builds them") from error
 
 
 class PinnedRanges:
@@ -166,13 +167,13 @@ def _translated(driver: Any, doing: str) -> Iterator[None]:
 class PyCudaDevice:
     """A CUDA device through PyCUDA. Make it, use it and close it on one thread.
 
-    ``image`` is a module the driver can load, ``signatures`` gives each kernel's arguments as `struct` codes (without
-    padding: they are packed with C alignment). ``managed_weights`` permits ``managed``, which nothing else uses: KV
+    ``image`` is a module the driver can load, the packaged one unless given; ``formats`` the kernels in it, with the
+    letters of their arguments. ``managed_weights`` permits ``managed``, which nothing else uses: KV
     is never managed memory, because the driver would move it when it likes.
     *Errors*: ``DeviceError`` when PyCUDA, a GPU, the image or a kernel in it is missing.
     """
 
-    def __init__(self, image: bytes, signatures: Mapping[str, str], *, ordinal: int = 0,
+    def __init__(self, image: bytes | None = None, *, formats: Mapping[str, str] | None = None, ordinal: int = 0,
                  managed_weights: bool = False) -> None:
         self._thread = threading.get_ident()
         self._managed_allowed = managed_weights
@@ -195,9 +196,9 @@ class PyCudaDevice:
             self._context = gpu.make_context()  # and makes it this thread's current one
         try:
             with _translated(driver, "load the CUDA kernels"):
-                self._module = driver.module_from_buffer(image)
-                for kernel, codes in signatures.items():
-                    self._functions[kernel] = self._module.get_function(kernel).prepare([codes])
+                self._module = driver.module_from_buffer(packaged_image() if image is None else image)
+                for kernel, letters in (kernel_formats() if formats is None else formats).items():
+                    self._functions[kernel] = self._module.get_function(kernel).prepare([letters])
         except BaseException:
             self.close()
             raise
@@ -328,6 +329,8 @@ class PyCudaDevice:
             self._context.synchronize()
             for allocation in self._allocations.values():
                 allocation.free()
+            for array in self._arrays:  # the context takes this memory with it in any case: who still reads it errs
+                array.base.free()
         except driver.Error:  # the device failed before, which its caller was told; all memory goes with the context
             pass
         finally:

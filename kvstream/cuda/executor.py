@@ -2,8 +2,8 @@
 
 Theory of operation. The planner has decided everything; here each op becomes one or two calls. *compute* encodes new
 rows and attends; *copy* brings pages in; *save* takes new rows out. What an op of one stream needs from another is an
-op itself (``Ready``/``Await``, ``Used``/``AfterUse``, ``Written``/``AfterWritten``, ``Saved``/``AfterSaved``), and becomes
-an event and a wait for it, so the host never waits in a step.
+op itself (``Ready`` and ``Await``, ``Used`` and ``AfterUse``, ...), and becomes an event and a wait for it, so the host
+never waits in a step.
 
 Events are known by name (a kind and a number), and a name means its latest record, also that of an earlier step. One
 that was found done is forgotten, and a wait for it is spared; a wait for a name that was never recorded is a mistake of

@@ -1,4 +1,4 @@
-"""The CUDA kernels as numpy functions, for ``FakeDevice``: the same arguments, the same tables, the same page-wise form.
+"""The CUDA kernels as numpy functions, for ``FakeDevice``: same arguments, same tables, same page-wise form.
 
 Not the same bits (another exponential, another order within a dot product), but the same *properties*: the partial of a
 page depends on nothing but the query row, its position and the page, and pages are folded in page order. Arrays have
@@ -18,10 +18,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from .fake_device import Kernel, Launch, Memory
-from .layout import HEAD_SIZES
+from .kernels import HEAD_SIZES, TILE_BEGIN, TILE_END, VECTORS
 from .types import KVType, decode, encode
-
-BEGIN, END = 1, 2
 
 Floats = NDArray[np.float32]
 
@@ -113,19 +111,19 @@ def _run_tile(attention: _Attention, tile: NDArray[np.int32]) -> None:
     what belongs to other tiles is not stored."""
     first_entry, entries, first_row, rows, first_vector, flags = (int(value) for value in tile[:6])
     group = attention.group
-    for row in range(first_vector // group, min(rows, -(-(first_vector + 8) // group))):
-        low, high = (min(max(end - row * group, 0), group) for end in (first_vector, first_vector + 8))
+    for row in range(first_vector // group, min(rows, -(-(first_vector + VECTORS) // group))):
+        low, high = (min(max(end - row * group, 0), group) for end in (first_vector, first_vector + VECTORS))
         mine = np.zeros((attention.kv_heads, group), bool)
         mine[:, low:high] = True
         heads = mine.reshape(-1)
         state_acc, state_ml = attention.place(attention.acc, attention.ml, first_row + row)
         acc, ml = np.zeros_like(state_acc), np.zeros_like(state_ml)
         ml[:, 0] = -np.inf
-        if not flags & BEGIN:
+        if not flags & TILE_BEGIN:
             acc[heads], ml[heads] = state_acc[heads], state_ml[heads]
         for index in range(first_entry, first_entry + entries):
             acc, ml = _folded(acc, ml, *attention.partial(attention.entry(index), first_row + row))
-        if flags & END:
+        if flags & TILE_END:
             size = attention.q_heads * attention.head_size
             out = attention.memory.floats(attention.out + 4 * (first_row + row) * size, size)
             out.reshape(attention.q_heads, attention.head_size)[heads] = _divided(acc, ml)[heads]

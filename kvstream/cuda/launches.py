@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
@@ -22,16 +23,27 @@ from attrs import define, frozen
 from numpy.typing import NDArray
 
 from ..errors import StepError
-from .kernels import WINDOW_NONE, attend_shared_bytes, threads
-from .layout import TILE_VECTORS, Layout
+from .kernels import (
+    TILE_BEGIN,
+    TILE_END,
+    VECTORS,
+    WINDOW_NONE,
+    WRITE_THREADS,
+    attend_shared_bytes,
+    attend_threads,
+    fold_grid,
+    running_grid,
+    table_grid,
+    tiles,
+    write_grid,
+)
+from .layout import Layout
 from .ops import Attend, Fold, Write
 
 if TYPE_CHECKING:
     from .device import Bytes, Device, Event, Stream
 
 TABLE_ALIGNMENT: Final = 16
-WRITE_THREADS: Final = 128
-BEGIN, END = 1, 2
 
 Table = NDArray[Any]
 
@@ -108,8 +120,7 @@ class Drafts:
             targets[1, row : row + count] = (
                 np.uint64(self._pool + layout.v_cell(cell)) + tokens * np.uint64(geometry.v_row_bytes))
         rows, values = self._rows, geometry.row_values
-        blocks = rows * -(-values // 32)
-        return Draft("kv_write", (-(-blocks // WRITE_THREADS), 2, 1), (WRITE_THREADS, 1, 1), 0, (targets,),
+        return Draft("kv_write", write_grid(rows, values), (WRITE_THREADS, 1, 1), 0, (targets,),
                      lambda at, io: (io.k, io.v, at[0], at[0] + 8 * rows, rows, values,
                                      geometry.k_type.code, geometry.v_type.code))
 
@@ -125,13 +136,13 @@ class Drafts:
         entries, runs = self._entries(pages)
         tables: tuple[Table, ...] = (pointers, entries, self._positions)
         if running:
-            tiles = self._tiles(runs, first, last)
-            tables, columns, depth = (*tables, tiles), len(tiles), 1
+            told = self._tiles(runs, first, last)
+            tables, grid = (*tables, told), running_grid(len(told), geometry.kv_heads)
         elif self._places > self._layout.table_slots:
             raise StepError(f"the step has {self._places} partial results, the table holds {self._layout.table_slots}")
         else:
             rows_max = max(self._parts[sequence].rows for sequence, _, _ in runs)
-            columns, depth = len(pages), -(-rows_max * geometry.group // TILE_VECTORS)
+            grid = table_grid(len(pages), geometry.kv_heads, rows_max, geometry.group)
         workspace = "state" if running else "table"
         acc = self._pool + self._layout.workspace(workspace).offset
         ml = self._pool + self._layout.workspace(f"{workspace}_ml").offset
@@ -142,16 +153,15 @@ class Drafts:
                     self._scale, geometry.kv_heads, geometry.group, geometry.page_tokens, geometry.k_type.code,
                     geometry.v_type.code, WINDOW_NONE)
 
-        return Draft(f"kv_attend_{geometry.head_size}", (columns, geometry.kv_heads, depth),
-                     (threads(geometry.head_size), 1, 1),
+        return Draft(f"kv_attend_{geometry.head_size}", grid, (attend_threads(geometry.head_size), 1, 1),
                      attend_shared_bytes(geometry.head_size, geometry.page_tokens, running), tables, args)
 
     def fold(self, op: Fold) -> Draft:
         geometry, layout = self._geometry, self._layout
         acc = self._pool + layout.workspace("table").offset
         ml = self._pool + layout.workspace("table_ml").offset
-        return Draft(f"kv_fold_{geometry.head_size}", (geometry.q_heads, self._rows, 1), (geometry.head_size, 1, 1), 0,
-                     (self._folds,), lambda at, io: (acc, ml, at[0], io.out, geometry.q_heads))
+        return Draft(f"kv_fold_{geometry.head_size}", fold_grid(self._rows, geometry.q_heads),
+                     (geometry.head_size, 1, 1), 0, (self._folds,), lambda at, io: (acc, ml, at[0], io.out, geometry.q_heads))
 
     def layer(self, ops: Iterable[object]) -> Iterator[Draft]:
         """The launches of one layer's compute ops, in order."""
@@ -180,7 +190,7 @@ class Drafts:
         entries[:, 1] = pages[:, 1] * page_tokens
         runs = []
         borders = [0, *(np.flatnonzero(np.diff(pages[:, 0])) + 1).tolist(), len(pages)]
-        for start, end in zip(borders[:-1], borders[1:], strict=True):
+        for start, end in pairwise(borders):
             part = self._parts[int(pages[start, 0])]
             run = entries[start:end]
             run[:, 2] = np.minimum(page_tokens, part.after - run[:, 1])
@@ -194,12 +204,11 @@ class Drafts:
         made = []
         for sequence, start, entries in runs:
             part = self._parts[sequence]
-            tiles = np.zeros((-(-part.rows * self._geometry.group // TILE_VECTORS), 8), np.int32)
-            flags = (BEGIN if sequence in first else 0) | (END if sequence in last else 0)
-            tiles[:, :4] = start, entries, part.first_row, part.rows
-            tiles[:, 4] = np.arange(len(tiles)) * TILE_VECTORS
-            tiles[:, 5] = flags
-            made.append(tiles)
+            told = np.zeros((tiles(part.rows, self._geometry.group), 8), np.int32)
+            told[:, :4] = start, entries, part.first_row, part.rows
+            told[:, 4] = np.arange(len(told)) * VECTORS
+            told[:, 5] = (TILE_BEGIN if sequence in first else 0) | (TILE_END if sequence in last else 0)
+            made.append(told)
         return np.concatenate(made)
 
     def _fold_rows(self, parts: tuple[Part, ...]) -> Table:

@@ -5,8 +5,8 @@ never change, so any number of sequences may share them; the last one may be wri
 owner from the moment it is written. That is all there is to copy-on-write: ``fork`` shares the full pages and copies
 the rest, and ``truncate`` that ends inside a shared page copies the part it keeps.
 
-Nothing here moves bytes. What has to be copied comes back as ``PageCopy``. Pages that nobody holds any more come back as
-``freed``: whoever caches their contents elsewhere must forget them (one of them may be the target of a copy already).
+Nothing here moves bytes. What has to be copied comes back as ``PageCopy``. Pages that nobody holds any more come
+back as ``freed``: whoever caches their contents must forget them (one may be the target of a copy already).
 
 Every operation either happens as a whole or raises and changes nothing.
 

@@ -1,8 +1,8 @@
 """The KV cache for Trio: one thread for the device, and async calls that are carried out on it.
 
 Theory of operation. Everything that touches the device is a plain method of ``KVCache``, and runs on one thread that
-``open_streamer`` starts and ends: a CUDA context belongs to its thread, and so do the objects that PyCUDA makes in it. A
-call is put into that thread's queue and answered by its value or its error. Calls are done one after the other in the
+``open_streamer`` starts and ends: a CUDA context belongs to its thread, and so do PyCUDA's objects in it. A call
+is put into that thread's queue and answered by its value or its error. Calls are done one after the other in the
 order in which they were made; nothing else is needed to keep two tasks apart, but a step belongs to one task at a time.
 
 A call costs two changes of thread, which is nothing beside a step and something beside a layer. Whoever has many calls
