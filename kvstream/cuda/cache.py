@@ -38,7 +38,7 @@ from .ring import Residency
 from .sequences import Change, Sequences
 
 if TYPE_CHECKING:
-    from .device import Bytes, Device
+    from .device import Bytes, Device, Stream
 
 log = logging.getLogger("kvstream.cuda")
 
@@ -136,6 +136,11 @@ class KVCache:
         self._failed: str | None = None
         self._host_bytes = self.layout.host_bytes + own
         self._say_what_is_active()
+
+    @property
+    def compute(self) -> Stream:
+        """The stream on which inputs are read and results are written: whoever computes them enqueues there."""
+        return self._executor.compute
 
     # --- sequences ----------------------------------------------------------------------------------------------------
 

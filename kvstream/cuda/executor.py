@@ -150,7 +150,7 @@ class Executor:
         self._prune()
         counters = self.counters
         if self._sample is None and counters.steps % self._sample_every == 0:
-            self._sample = _Sample(self._device.record(self.copy, timed=True))
+            self._sample = _Sample(self._device.record(self.compute, timed=True))
         counters.steps += 1
         counters.rows += sum(part.rows for part in parts)
         self._layer = -1

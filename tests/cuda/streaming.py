@@ -7,6 +7,9 @@ and load) and ``("abandon", (("a", 7),))``, a step that is begun and given up.
 Every number that goes in depends only on (name, position, layer, how often this position was written), so that a
 sequence gets the same inputs alone and in company, at once and token by token. What comes out is kept under
 (name, position, layer); written again, the last counts.
+
+``lazily``: inputs and outputs stay on the device until the script is over, so that the host waits for nothing but what
+the cache waits for. That leaves the streams the most freedom to run in a wrong order.
 """
 
 from __future__ import annotations
@@ -19,6 +22,7 @@ import numpy as np
 from attrs import evolve, frozen
 from numpy.typing import NDArray
 
+from kvstream.cuda.arrays import array_bytes
 from kvstream.cuda.cache import KVCache, Opening, Stats
 from kvstream.cuda.device import Device
 from kvstream.cuda.layout import Geometry, plan_layout
@@ -59,30 +63,35 @@ def values(name: str, position: int, layer: int, version: int, what: str, number
 
 
 def opening_of(geometry: Geometry, cells: int | None, *, rows_max: int = 64, sequences_max: int = 4,
-               context_max: int = 512, **more: Any) -> Opening:
-    """``cells`` None: everything that the host holds fits on the device as well."""
-    opening = Opening(1 << 40, HOST_BYTES, rows_max, sequences_max, context_max, **more)
-    layout = plan_layout(geometry, 1 << 40, HOST_BYTES, rows_max, sequences_max, context_max, opening.table_slots)
-    if cells is None:
-        return evolve(opening, pool_bytes=layout.pool_bytes)
-    one_less = evolve(layout, cells=cells)
-    return evolve(opening, pool_bytes=one_less.pool_bytes)
+               context_max: int = 512, table_slots: int = 256, **more: Any) -> Opening:
+    """``cells`` None: everything that the host holds fits on the device as well. The size of the table is given, since it
+    would follow that of the pool otherwise."""
+    own = array_bytes(geometry, rows_max)
+    opening = Opening(1 << 40, HOST_BYTES + own, rows_max, sequences_max, context_max, table_slots=table_slots, **more)
+    layout = plan_layout(geometry, 1 << 40, HOST_BYTES, rows_max, sequences_max, context_max, table_slots)
+    return evolve(opening, pool_bytes=(layout if cells is None else evolve(layout, cells=cells)).pool_bytes)
 
 
-def play(device: Device, geometry: Geometry, opening: Opening, script: Script,
-         oracle: Callable[[NDArray[np.float32], NDArray[np.float64]], None] | None = None) -> Played:
+Oracle = Callable[[NDArray[np.float32], NDArray[np.float64]], None]
+
+
+def play(device: Device, geometry: Geometry, opening: Opening, script: Script, *, lazily: bool = False,
+         oracle: Oracle | None = None) -> Played:
     cache = KVCache(device, geometry, opening)
     try:
-        player = _Player(cache, oracle)
+        assert opening.pool_bytes == cache.layout.pool_bytes, "not the pool that was asked for"
+        player = (_LazyPlayer if lazily else _Player)(cache, oracle)
         for line in script:
             getattr(player, line[0])(*line[1:])
+        device.synchronize()
+        player.finish()
         return Played(player.outputs, cache.stats())
     finally:
         cache.close()
 
 
 class _Player:
-    def __init__(self, cache: KVCache, oracle: Any) -> None:
+    def __init__(self, cache: KVCache, oracle: Oracle | None) -> None:
         self.cache, self.geometry, self.oracle = cache, cache.geometry, oracle
         self.ids: dict[str, int] = {}
         self.kv: dict[str, list[tuple[list[Any], list[Any]]]] = {}  # of each name and layer, as written
@@ -129,24 +138,73 @@ class _Player:
         for place in places:
             self.versions[place] = self.versions.get(place, -1) + 1
         self.cache.begin_step([(self.ids[name], new) for name, new in batch])
-        for layer in range(geometry.layers if layers is None else layers):
-            k, v, q = (np.stack([values(*place, layer, self.versions[place], what, number) for place in places])
-                       for what, number in (("k", geometry.row_values), ("v", geometry.row_values),
-                                            ("q", geometry.q_heads * geometry.head_size)))
-            self.cache.append(layer, k, v)
-            out = self.cache.attend(layer, q.reshape(len(places), geometry.q_heads, geometry.head_size))
-            for row, (name, position) in enumerate(places):
+        inputs = [tuple(np.stack([values(*place, layer, self.versions[place], what, number) for place in places])
+                        for what, number in (("k", geometry.row_values), ("v", geometry.row_values),
+                                             ("q", geometry.q_heads * geometry.head_size)))
+                  for layer in range(geometry.layers if layers is None else layers)]
+        for layer, (k, v, _) in enumerate(inputs):
+            for row, (name, _) in enumerate(places):
                 self.kv[name][layer][0].append(k[row])
                 self.kv[name][layer][1].append(v[row])
-                self.outputs[name, position, layer] = out[row].tobytes()
+        self._layers(places, inputs)
+
+    def _layers(self, places: Sequence[tuple[str, int]], inputs: Sequence[Any]) -> None:
+        for layer, (k, v, q) in enumerate(inputs):
+            self.cache.append(layer, k, v)
+            out = self.cache.attend(layer, q.reshape(len(places), self.geometry.q_heads, self.geometry.head_size))
+            self._keep(places, layer, out)
             if self.oracle is not None:
                 self._compare(layer, places, q, out)
+
+    def _keep(self, places: Sequence[tuple[str, int]], layer: int, out: Any) -> None:
+        for row, (name, position) in enumerate(places):
+            self.outputs[name, position, layer] = out[row].tobytes()
+
+    def finish(self) -> None:
+        """The device has done everything."""
 
     def _compare(self, layer: int, places: Sequence[tuple[str, int]], q: NDArray[np.float32], out: Any) -> None:
         geometry = self.geometry
         for row, (name, position) in enumerate(places):
             k, v = (decode(kind, encode(kind, np.stack(rows)), geometry.row_values).reshape(
-                        len(rows), geometry.kv_heads, geometry.head_size)
+                        -1, geometry.kv_heads, geometry.head_size)
                     for kind, rows in zip((geometry.k_type, geometry.v_type), self.kv[name][layer], strict=True))
             mine = q[row].reshape(1, geometry.q_heads, geometry.head_size)
+            assert self.oracle is not None
             self.oracle(out[row], attention(mine, k, v, [position])[0])
+
+
+class _LazyPlayer(_Player):
+    """Everything on the device; the results are read when the script is over."""
+
+    def __init__(self, cache: KVCache, oracle: Oracle | None) -> None:
+        super().__init__(cache, oracle)
+        self._pending: list[tuple[Sequence[tuple[str, int]], int, NDArray[np.float32]]] = []
+
+    def _layers(self, places: Sequence[tuple[str, int]], inputs: Sequence[Any]) -> None:
+        device, cache = self.cache.device, self.cache
+        flat = [array.reshape(-1) for layer in inputs for array in layer]
+        size = 4 * sum(array.size for array in flat)
+        out_size = 4 * len(places) * self.geometry.q_heads * self.geometry.head_size
+        host, address = device.pinned(size + out_size * len(inputs)), device.alloc(size + out_size * len(inputs))
+        host[:size] = np.concatenate(flat).view(np.uint8)
+        device.copy_in(cache.compute, address, host[:size])
+        at, out = address, address + size
+        for layer, (k, v, q) in enumerate(inputs):
+            cache.append(layer, at, at + k.nbytes)
+            cache.attend(layer, at + k.nbytes + v.nbytes, out)
+            at += k.nbytes + v.nbytes + q.nbytes
+            result = host[out - address : out - address + out_size]
+            device.copy_out(cache.compute, result, out)
+            self._pending.append((places, layer, result.view(np.float32).reshape(len(places), -1)))
+            out += out_size
+
+    def abandon(self, batch: Sequence[tuple[str, int]], layers: int = 1) -> None:
+        pending = list(self._pending)
+        super().abandon(batch, layers)
+        self._pending = pending
+
+    def finish(self) -> None:
+        for places, layer, out in self._pending:
+            self._keep(places, layer, out)
+        self._pending.clear()
