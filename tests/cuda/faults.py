@@ -1,0 +1,160 @@
+"""Deliberate bugs of the part that carries out plans. Each must be noticed: see ``test_faults``.
+
+A fault is an ``Executor`` that forgets a wait or makes a record too early, or a plan that names the wrong page.
+``planted(name)`` puts it in place of the real one for a while.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from types import MappingProxyType
+from typing import Any
+
+from attrs import evolve
+
+from kvstream.cuda import cache
+from kvstream.cuda.executor import Executor
+from kvstream.cuda.launches import Loads
+from kvstream.cuda.ops import STREAM, Attend, Ready, Save, Saved, Upload, Used, Write, Written
+
+WAITS = MappingProxyType({
+    "compute does not wait for uploads": ("compute", "ready"),
+    "copy does not wait for the last use of a cell": ("copy", "used"),
+    "copy does not wait for rows to be saved": ("copy", "saved"),
+    "save does not wait for new rows": ("save", "written"),
+    "compute overwrites rows that are being saved": ("compute", "saved"),
+})
+"""Name: the stream that would have to wait, and the kind of event."""
+
+RECORDS = MappingProxyType({
+    "uploads are recorded before the last one": Ready,
+    "uses are recorded before the last one": Used,
+    "new rows are recorded before they are written": Written,
+    "saves are recorded before the last one": Saved,
+})
+"""Name: the record that is made one operation of its stream too early."""
+
+
+class Forgetful(Executor):
+    """Forgets waits of one kind: all of them, or the one that ``only`` counts to."""
+
+    what = ("", "")
+    only: int | None = None
+    forgotten = 0
+    seen = 0
+
+    def _wait(self, stream: Any, name: Any) -> None:
+        if (stream.name, name[0]) == self.what:
+            type(self).seen += 1
+            if self.only is None or self.seen - 1 == self.only:
+                type(self).forgotten += 1
+                return
+        super()._wait(stream, name)
+
+
+class Hasty(Executor):
+    """Makes the records of one kind before the last operation that they are to cover."""
+
+    what: type = Ready
+    early: Any = None
+
+    def run(self, ops: Iterable[Any]) -> None:
+        stream = getattr(self, STREAM[self.what])
+        for op in ops:
+            if isinstance(op, Upload | Write | Attend | Save) and STREAM[type(op)] == STREAM[self.what]:
+                self.early = self._device.record(stream)
+            super().run((op,))
+
+    def _record(self, stream: Any, name: Any, timed: bool = False) -> Any:
+        event = super()._record(stream, name, timed)
+        if name[0] == self.what.__name__.lower() and self.early is not None:
+            self._events[name] = self.early
+        return event
+
+
+def _next_layer(op: Any) -> Any:
+    return evolve(op, layer=op.layer ^ 1) if isinstance(op, Upload) else op
+
+
+def _page_beside(op: Any) -> Any:
+    return evolve(op, page=op.page + 1 if op.page == 0 else op.page - 1) if isinstance(op, Upload) else op
+
+
+def _row_beside(op: Any) -> Any:
+    return evolve(op, first_token=op.first_token - 1) if isinstance(op, Save) and op.first_token else op
+
+
+def _cell_beside(op: Any) -> Any:
+    if isinstance(op, Write):
+        return evolve(op, rows=tuple((row, count, cell ^ 1, first) for row, count, cell, first in op.rows))
+    return op
+
+
+def _one_left_out(op: Any) -> Any:
+    return evolve(op, entries=op.entries[1:]) if isinstance(op, Attend) and len(op.entries) > 1 else op
+
+
+CHANGES: MappingProxyType[str, Callable[[Any], Any]] = MappingProxyType({
+    "pages are uploaded from another layer": _next_layer,
+    "the page beside is uploaded": _page_beside,
+    "rows are saved one row off": _row_beside,
+    "new rows go to the cell beside": _cell_beside,
+    "a page is not attended": _one_left_out,
+})
+
+
+class Impatient(Executor):
+    """Lets the host read and write pages while transfers are under way."""
+
+    def quiet(self) -> None:
+        self._events.clear()
+
+
+class Careless(Executor):
+    """Writes a step's tables over those of the step before last, read or not."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        load = self._loads
+
+        def begin(drafts: Any) -> None:
+            load._sent = [None, None]
+            Loads.begin(load, drafts)
+
+        load.begin = begin  # type: ignore[method-assign]
+
+
+OTHERS: MappingProxyType[str, type[Executor]] = MappingProxyType({
+    "the host does not wait before it touches pages": Impatient,
+    "tables are written while they are read": Careless,
+})
+
+NAMES = (*WAITS, *RECORDS, *CHANGES, *OTHERS)
+
+
+@contextmanager
+def planted(name: str, only: int | None = None) -> Iterator[type[Executor]]:
+    kind, plan_step = Executor, cache.plan_step
+    if name in WAITS:
+        kind = type("Planted", (Forgetful,), {"what": WAITS[name], "only": only})
+    elif name in RECORDS:
+        kind = type("Planted", (Hasty,), {"what": RECORDS[name]})
+    elif name in OTHERS:
+        kind = OTHERS[name]
+
+    def changed(*args: Any, **kwargs: Any) -> Any:
+        plan, change = plan_step(*args, **kwargs), CHANGES.get(name, lambda op: op)
+
+        def each(ops: Any) -> Any:
+            return tuple(map(change, ops))
+
+        return evolve(plan, begin=each(plan.begin), append=tuple(map(each, plan.append)),
+                      attend=tuple(map(each, plan.attend)), end=each(plan.end))
+
+    real = cache.Executor
+    cache.Executor, cache.plan_step = kind, changed  # type: ignore[misc]
+    try:
+        yield kind
+    finally:
+        cache.Executor, cache.plan_step = real, plan_step  # type: ignore[misc]
