@@ -1,4 +1,5 @@
-"""Streamed equals resident, bit for bit: any pool, any width, any company, on the fake device and on PyCUDA.
+"""Streamed equals resident, bit for bit: any pool, any width, any company. On the fake device here, under PyCUDA in
+``test_streaming_pycuda``.
 
 Each comparison is with a run in which everything stays on the device. The counters say that what was to be streamed was
 streamed; without them a path that silently is not used would pass.
@@ -13,14 +14,13 @@ import numpy as np
 import pytest
 from attrs import evolve
 
-from kvstream.cuda.device import PyCudaDevice
 from kvstream.cuda.fake_device import FakeDevice
 from kvstream.cuda.fake_kernels import KERNELS
 from kvstream.cuda.layout import cells_min
 from kvstream.cuda.policy import Split
 from kvstream.cuda.types import KVType
-from tests.cuda.driver.pool import Simulated
 from tests.cuda.streaming import Played, Script, Shape, opening_of, play
+
 
 def feed(**tokens: int) -> tuple[str, tuple[tuple[str, int], ...]]:
     return "feed", tuple(tokens.items())
@@ -32,17 +32,12 @@ def on_fake(shape: Shape, cells: int | None, script: Script, seed: int | None = 
     return play(FakeDevice(KERNELS, seed=seed), geometry, opening_of(geometry, cells, **more), script, lazily=lazily)
 
 
-def on_pycuda(sim: Any, shape: Shape, cells: int | None, script: Script, lazily: bool = True, **more: Any) -> Played:
-    """A scene of the simulated driver."""
-    geometry = shape.geometry()
-    return play(PyCudaDevice(sim.kernels), geometry, opening_of(geometry, cells, **more), script, lazily=lazily)
-
-
 def fewest(shape: Shape, sequences: int, rows_max: int = 64) -> int:
     return cells_min(shape.geometry(), rows_max, sequences)
 
 
 SMALL = Shape(layers=2, kv_heads=1, q_heads=2)
+TINY = Shape(layers=2, kv_heads=1, q_heads=1)
 
 # The same tokens of "a", in steps of several widths: rows that do not divide pages, and a verify step of seven.
 ONE: Script = (feed(a=40), feed(a=37), *[feed(a=1)] * 6, feed(a=7), feed(a=33), *[feed(a=1)] * 3)
@@ -54,8 +49,8 @@ FOUR: Script = (feed(a=45, b=3), feed(c=60), feed(d=33, a=1, b=1), *[feed(a=1, b
 
 # Everything that can happen to a sequence between its steps.
 LIFE: Script = (
-    feed(a=60), feed(a=10), ("fork", "a", "b"), feed(a=1, b=1), feed(b=33), ("cut", "b", 66), feed(b=2, a=1), ("cut", "a", 20),
-    feed(a=30, b=1), ("swap", "a"), feed(a=1), ("swap", "b"), feed(a=1, b=5), ("fork", "b", "c"), ("drop", "b"),
+    feed(a=60), feed(a=10), ("fork", "a", "b"), feed(a=1, b=1), feed(b=33), ("cut", "b", 66), feed(b=2, a=1),
+    ("cut", "a", 20), feed(a=30, b=1), ("swap", "a"), feed(a=1), ("swap", "b"), feed(a=1, b=5), ("fork", "b", "c"), ("drop", "b"),
     feed(c=1, a=1), ("abandon", (("a", 40), ("c", 1))), feed(c=3, a=1), ("cut", "c", 64), ("fork", "c", "d"),
     feed(c=1), feed(d=1, a=1), ("drop", "a"), feed(d=34, c=1), ("cut", "c", 0), feed(c=5, d=1))
 
@@ -113,17 +108,19 @@ def test_the_life_of_sequences() -> None:
             assert stats.sequences == 2 and stats.host_pages - stats.host_pages_free == 1 + 4
 
 
+def wandering_split(cells: int) -> Any:
+    """For ``Opening.split``: another one for each step."""
+    turns = cycle(((0, 0), (3, 0), (0, 3), (1, 1), (2, 0), (0, 1)))
+    return lambda active: Split(0, cells - 2 - sum(turn := next(turns)), turn)
+
+
 def test_repartition_under_load() -> None:
     """The split changes with every step, while transfers run. What stays keeps its cell: nothing is loaded twice."""
     resident = on_fake(SMALL, None, ONE, sequences_max=1)
     cells = fewest(SMALL, 1) + 3
 
-    def wandering() -> Any:
-        turns = cycle(((0, 0), (3, 0), (0, 3), (1, 1), (2, 0), (0, 1)))
-        return lambda active: Split(0, cells - 2 - sum(turn := next(turns)), turn)
-
     for seed in (None, *range(6)):
-        played = on_fake(SMALL, cells, ONE, seed, sequences_max=1, split=wandering())
+        played = on_fake(SMALL, cells, ONE, seed, sequences_max=1, split=wandering_split(cells))
         assert played.outputs == resident.outputs, seed
         assert played.stats.repartitions > 10 and played.stats.counters["in_pages"] > 0
 
