@@ -385,8 +385,8 @@ class KVCache:
         geometry, layout, policy = self.geometry, self.layout, self._policy
         log.info(
             "KV streaming is active on %s: pool %.1f MiB (%d cells of %d tokens, at first %d pages of each of %d "
-            "layers resident and a ring of %d; workspaces %.1f MiB), pinned host memory %.1f MiB (%d pages, %d tokens), "
-            "K %s, V %s, head size %d, %d query and %d KV heads", self.device.name, layout.pool_bytes / MIB,
+            "layers resident and a ring of %d; workspaces %.1f MiB), pinned host memory %.1f MiB (%d pages, %d "
+            "tokens), K %s, V %s, head size %d, %d query and %d KV heads", self.device.name, layout.pool_bytes / MIB,
             layout.cells, geometry.page_tokens, policy.resident, geometry.layers, policy.ring,
             layout.workspace_bytes / MIB, self._host_bytes / MIB, layout.host_pages,
             layout.host_pages * geometry.page_tokens, geometry.k_type, geometry.v_type, geometry.head_size,

@@ -123,7 +123,7 @@ def packaged_image() -> bytes:
     try:
         return source.read_bytes()
     except OSError as error:
-        raise DeviceError(f"there are no CUDA kernels in this installation ({source}): `just kernels` builds them") from error
+        raise DeviceError(f"no CUDA kernels are installed ({source}): `just kernels` builds them") from error
 
 
 class PinnedRanges:

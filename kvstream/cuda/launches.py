@@ -161,7 +161,8 @@ class Drafts:
         acc = self._pool + layout.workspace("table").offset
         ml = self._pool + layout.workspace("table_ml").offset
         return Draft(f"kv_fold_{geometry.head_size}", fold_grid(self._rows, geometry.q_heads),
-                     (geometry.head_size, 1, 1), 0, (self._folds,), lambda at, io: (acc, ml, at[0], io.out, geometry.q_heads))
+                     (geometry.head_size, 1, 1), 0, (self._folds,),
+                     lambda at, io: (acc, ml, at[0], io.out, geometry.q_heads))
 
     def layer(self, ops: Iterable[object]) -> Iterator[Draft]:
         """The launches of one layer's compute ops, in order."""

@@ -50,9 +50,9 @@ FOUR: Script = (feed(a=45, b=3), feed(c=60), feed(d=33, a=1, b=1), *[feed(a=1, b
 # Everything that can happen to a sequence between its steps.
 LIFE: Script = (
     feed(a=60), feed(a=10), ("fork", "a", "b"), feed(a=1, b=1), feed(b=33), ("cut", "b", 66), feed(b=2, a=1),
-    ("cut", "a", 20), feed(a=30, b=1), ("swap", "a"), feed(a=1), ("swap", "b"), feed(a=1, b=5), ("fork", "b", "c"), ("drop", "b"),
-    feed(c=1, a=1), ("abandon", (("a", 40), ("c", 1))), feed(c=3, a=1), ("cut", "c", 64), ("fork", "c", "d"),
-    feed(c=1), feed(d=1, a=1), ("drop", "a"), feed(d=34, c=1), ("cut", "c", 0), feed(c=5, d=1))
+    ("cut", "a", 20), feed(a=30, b=1), ("swap", "a"), feed(a=1), ("swap", "b"), feed(a=1, b=5), ("fork", "b", "c"),
+    ("drop", "b"), feed(c=1, a=1), ("abandon", (("a", 40), ("c", 1))), feed(c=3, a=1), ("cut", "c", 64),
+    ("fork", "c", "d"), feed(c=1), feed(d=1, a=1), ("drop", "a"), feed(d=34, c=1), ("cut", "c", 0), feed(c=5, d=1))
 
 
 def test_pools_from_one_ring_cell_to_all_resident() -> None:
