@@ -10,8 +10,10 @@ from typing import Any
 import numpy as np
 import pytest
 import trio
+import trio.testing
 from attrs import evolve
 
+from kvstream.cuda import cache
 from kvstream.cuda.cache import KVCache, Opening
 from kvstream.cuda.device import Device, PyCudaDevice
 from kvstream.cuda.fake_device import FakeDevice
@@ -109,11 +111,23 @@ async def test_a_cancelled_call_is_carried_out_and_waited_for() -> None:
             go_on.wait(10)
             return cache.create()
 
+        left = trio.Event()
+
+        async def caller() -> None:
+            try:
+                await streamer.on_device(slow)
+            finally:
+                left.set()
+
         async with trio.open_nursery() as nursery:
-            nursery.start_soon(streamer.on_device, slow)
+            nursery.start_soon(caller)
             await trio.to_thread.run_sync(started.wait)
             nursery.cancel_scope.cancel()
-            go_on.set()
+            with trio.CancelScope(shield=True):
+                await trio.testing.wait_all_tasks_blocked()
+                assert not left.is_set()
+                go_on.set()
+                await left.wait()
         assert (await streamer.stats()).sequences == 1
         with trio.move_on_after(0):  # already cancelled: it is not even begun
             await streamer.create()
@@ -210,6 +224,75 @@ async def test_steps_that_make_no_sense_are_refused() -> None:
                 await streamer.load(wrong)
         with pytest.raises(StepError, match="cannot be cut to 1"):
             await streamer.truncate(one, 1)
+
+
+async def test_a_step_that_cannot_be_planned_or_is_given_up_gives_its_pages_back(
+        monkeypatch: pytest.MonkeyPatch) -> None:
+    async with open_streamer(lambda: FakeDevice(KERNELS), GEOMETRY, opening()) as streamer:
+        one = await streamer.create()
+        first = await step(streamer, "a", one, 0, 30)
+        before = await streamer.stats()
+        await streamer.begin_step([(one, 60)])
+        await streamer.abandon_step()
+        assert (await streamer.stats()).host_pages_free == before.host_pages_free
+        with monkeypatch.context() as patch:
+            patch.setattr(cache, "plan_step", lambda *args, **kwargs: 1 // 0)
+            with pytest.raises(ZeroDivisionError):
+                await streamer.begin_step([(one, 60)])
+        assert (await streamer.stats()).host_pages_free == before.host_pages_free
+        second = await step(streamer, "a", one, 30, 1)
+    async with open_streamer(lambda: FakeDevice(KERNELS), GEOMETRY, opening()) as streamer:
+        one = await streamer.create()
+        assert same(first + second, await step(streamer, "a", one, 0, 30) + await step(streamer, "a", one, 30, 1))
+
+
+async def test_pages_that_were_given_back_are_forgotten() -> None:
+    """The host has so few pages that a sequence comes back into those of another, which are still on the device."""
+    given = opening_of(GEOMETRY, None, sequences_max=2, context_max=96)
+    spare = KVCache(FakeDevice(KERNELS), GEOMETRY, given).layout.host_pages - 6
+    few = evolve(given, host_bytes=given.host_bytes - spare * 2 * GEOMETRY.page_bytes)
+    async with open_streamer(lambda: FakeDevice(KERNELS), GEOMETRY, few) as streamer:
+        one, other = await streamer.create(), await streamer.create()
+        await step(streamer, "a", one, 0, 60)
+        await step(streamer, "b", other, 0, 64)
+        saved = await streamer.save(one)
+        await streamer.drop(one)
+        await step(streamer, "b", other, 64, 20)
+        await streamer.drop(other)
+        third = await streamer.create()
+        await step(streamer, "c", third, 0, 50)  # takes two pages
+        found = [await step(streamer, "a", await streamer.load(saved), 60, 1) for _ in range(2)]
+    async with open_streamer(lambda: FakeDevice(KERNELS), GEOMETRY, given) as streamer:
+        one = await streamer.create()
+        await step(streamer, "a", one, 0, 60)
+        expected = await step(streamer, "a", one, 60, 1)
+    assert all(same(outputs, expected) for outputs in found)
+
+
+def test_rows_from_arrays_and_queries_on_the_device() -> None:
+    """Nothing waits for a result, so a layer's rows may still be on their way when the next one brings its own."""
+    geometry, rows = GEOMETRY, 5
+    k, v, q = (np.stack([values("a", layer, 0, 0, what, rows * number) for layer in range(geometry.layers)])
+               for what, number in (("k", geometry.row_values), ("v", geometry.row_values),
+                                    ("q", geometry.q_heads * geometry.head_size)))
+    found = []
+    for seed in (None, *range(6)):
+        one = KVCache(FakeDevice(KERNELS, seed=seed), geometry, opening())
+        device = one.device
+        host, address = device.pinned(2 * q.nbytes), device.alloc(2 * q.nbytes)
+        host[: q.nbytes] = q.reshape(-1).view(np.uint8)
+        device.copy_in(one.compute, address, host[: q.nbytes])
+        one.begin_step([(one.create(), rows)])
+        for layer in range(geometry.layers):
+            one.append(layer, k[layer], v[layer])
+            at = address + layer * q[0].nbytes
+            assert one.attend(layer, at, at + q.nbytes) == at + q.nbytes
+        one.end_step()
+        device.copy_out(one.compute, host[q.nbytes :], address + q.nbytes)
+        device.synchronize()
+        found.append(host[q.nbytes :].tobytes())
+        one.close()
+    assert len(set(found)) == 1
 
 
 async def test_a_context_may_not_grow_beyond_what_was_planned() -> None:
