@@ -37,12 +37,16 @@ RECORDS = MappingProxyType({
 
 
 class Forgetful(Executor):
-    """Forgets waits of one kind: all of them, or the one that ``only`` counts to."""
+    """Forgets waits of one kind: all of them, or the one that ``only`` counts to. It does not look which events have
+    happened either: what the host has seen is in order for everything that it enqueues afterwards."""
 
     what = ("", "")
     only: int | None = None
     forgotten = 0
     seen = 0
+
+    def _prune(self) -> None:
+        pass
 
     def _wait(self, stream: Any, name: Any) -> None:
         if (stream.name, name[0]) == self.what:

@@ -20,15 +20,15 @@ BUSY: Script = (feed(a=40), feed(a=37), feed(a=1), feed(a=7), ("cut", "a", 80), 
                 feed(a=1), ("swap", "a"), feed(a=1), ("fork", "a", "b"), feed(b=1), feed(a=1, b=3))
 
 CARELESS = "tables are written while they are read"
-BENIGN = "compute overwrites rows that are being saved"
-"""Its rows are dead, and what takes their place is saved after them: no bit is wrong. Only the checker sees it."""
+HIDDEN = "saves are recorded before the last one"
+"""Nearly always something else waits for the last one as well. The checker sees it every time."""
 
 
-@pytest.mark.parametrize("name", faults.NAMES)
+@pytest.mark.parametrize("name", [name for name in faults.NAMES if name != HIDDEN])
 def test_a_fault_gives_wrong_bits(name: str) -> None:
     right = on_fake(TINY, None, BUSY, sequences_max=2).outputs
     noticed = False
-    for seed in range(8 if name == BENIGN else 60):
+    for seed in range(60):
         with faults.planted(name):
             try:
                 noticed = on_fake(TINY, fewest(TINY, 2), BUSY, seed, sequences_max=2).outputs != right
@@ -36,7 +36,7 @@ def test_a_fault_gives_wrong_bits(name: str) -> None:
                 noticed = True
         if noticed:
             break
-    assert noticed != (name == BENIGN)
+    assert noticed
 
 
 def faulty(sim: Any, name: str, only: int | None = None) -> tuple[set[str], int, int]:
@@ -66,11 +66,12 @@ def test_every_wait_that_is_left_out_is_reported(simulated: Simulated) -> None:
 
 @pytest.mark.parametrize("name", [*faults.RECORDS, *faults.OTHERS])
 def test_a_fault_is_reported(simulated: Simulated, name: str) -> None:
-    schedules = [{"policy": "uniform", "seed": seed} for seed in range(2)]
-    if name != CARELESS:  # a device that has read everything at once has nothing that could be overwritten
-        schedules.append({"policy": "eager", "seed": 0})
-    for kinds, _, _ in simulated.each(faulty, schedules, name=name, kernels="kv", checked=True):
-        assert "race" in kinds
+    schedules = [{"policy": policy, "seed": 1} for policy in ("eager", "uniform", "newest", "starve")]
+    found = [kinds for kinds, _, _ in simulated.each(faulty, schedules, name=name, kernels="kv", checked=True)]
+    if name == CARELESS:  # a device that has read everything at once has nothing that could be overwritten
+        assert any("source-changed" in kinds for kinds in found)
+    else:
+        assert all("race" in kinds for kinds in found)
 
 
 def test_without_a_fault_there_is_no_report(simulated: Simulated) -> None:
