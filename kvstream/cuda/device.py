@@ -150,7 +150,8 @@ class PinnedRanges:
 
 
 def address_of(array: Bytes) -> int:
-    return int(array.ctypes.data)
+    address: int = array.__array_interface__["data"][0]  # `ctypes.data` makes two objects on the way
+    return address
 
 
 @contextmanager

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 from attrs import define, field, frozen
 
 from ..errors import StepError
-from .launches import Drafts, Io, Loads, Part
+from .launches import Drafts, Encodings, Io, Loads, Part
 from .layout import STAGED, Layout
 from .ops import (
     AfterSaved,
@@ -139,6 +139,13 @@ class Executor:
         self._recorded: set[Name] = set()
         self._layer = -1  # whose computation is being enqueued
         self._sample: _Sample | None = None
+        geometry = layout.geometry
+        # Looked up for every copy, so computed once: bytes of a row and a page, and where planes begin.
+        self._row_bytes = geometry.k_row_bytes, geometry.v_row_bytes
+        self._page_bytes = geometry.k_page_bytes, geometry.v_page_bytes
+        self._cells_at = self.pool + layout.k_cell(0), self.pool + layout.v_cell(0)
+        self._planes_at = [(layout.k_host(layer, 0), layout.v_host(layer, 0)) for layer in range(geometry.layers)]
+        self._encoded = Encodings(layout, self.pool)
         self._begun: set[int] = set()  # batches of which a part is enqueued, and the rest will be
         self._calls_before = 0
 
@@ -154,7 +161,8 @@ class Executor:
         counters.steps += 1
         counters.rows += sum(part.rows for part in parts)
         self._layer = -1
-        drafts = Drafts(self.layout, self.pool, parts, scale)
+        self._encoded.next_step()
+        drafts = Drafts(self.layout, self.pool, parts, scale, self._encoded)
         self._loads.begin(_of_layers(drafts, plan))
         self._calls_before = counters.in_calls
         self.run(plan.begin)
@@ -232,34 +240,30 @@ class Executor:
                     raise StepError(f"the plan has an op that nobody knows: {op}")
 
     def _upload(self, op: Upload) -> None:
-        layout, geometry = self.layout, self.layout.geometry
         if op.batch not in self._begun:
             self._begun.add(op.batch)
             self.counters.batches += 1
             self.counters.cross_layer_prefetches += op.layer > max(self._layer, 0)
-            self.counters.cross_step_prefetches += self._layer == layout.geometry.layers
+            self.counters.cross_step_prefetches += self._layer == self.layout.geometry.layers
             sample = self._sampled()
             if sample is not None:
                 batch = sample.open[op.batch] = _Batch(self._device.record(self.copy, timed=True))
                 sample.batches.append(batch)
-        for target, source, size in (
-            (layout.k_cell(op.cell), layout.k_host(op.layer, op.page), op.count * geometry.k_page_bytes),
-            (layout.v_cell(op.cell), layout.v_host(op.layer, op.page), op.count * geometry.v_page_bytes),
-        ):
-            self._device.copy_in(self.copy, self.pool + target, self.slab[source : source + size])
+        for page_bytes, cells_at, plane_at in zip(
+                self._page_bytes, self._cells_at, self._planes_at[op.layer], strict=True):
+            source, size = plane_at + op.page * page_bytes, op.count * page_bytes
+            self._device.copy_in(self.copy, cells_at + op.cell * page_bytes, self.slab[source : source + size])
             self.counters.in_bytes += size
             self.counters.in_calls += 1
         self.counters.in_pages += op.count
 
     def _save_rows(self, op: Save) -> None:
-        layout, geometry = self.layout, self.layout.geometry
-        for target, source, row_bytes in (
-            (layout.k_host(op.layer, op.page), layout.k_cell(op.cell), geometry.k_row_bytes),
-            (layout.v_host(op.layer, op.page), layout.v_cell(op.cell), geometry.v_row_bytes),
-        ):
+        for row_bytes, page_bytes, cells_at, plane_at in zip(
+                self._row_bytes, self._page_bytes, self._cells_at, self._planes_at[op.layer], strict=True):
             start, size = op.first_token * row_bytes, op.count * row_bytes
-            self._device.copy_out(self.save, self.slab[target + start : target + start + size],
-                                  self.pool + source + start)
+            target = plane_at + op.page * page_bytes + start
+            self._device.copy_out(self.save, self.slab[target : target + size],
+                                  cells_at + op.cell * page_bytes + start)
             self.counters.out_bytes += size
             self.counters.out_calls += 1
 

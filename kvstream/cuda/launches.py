@@ -97,11 +97,40 @@ def parts_of(batch: Iterable[tuple[int, int, int]], page_tokens: int) -> tuple[P
     return tuple(parts)
 
 
+class Encodings:
+    """A wave's entries as arrays, and where their pages are. Plans that repeat use the same entries, so what the step
+    before needed is kept."""
+
+    def __init__(self, layout: Layout, pool: int) -> None:
+        self._layout, self._pool = layout, pool
+        self._now: dict[int, tuple[object, Table, Table, tuple[int, ...]]] = {}
+        self._before: dict[int, tuple[object, Table, Table, tuple[int, ...]]] = {}
+
+    def next_step(self) -> None:
+        self._before, self._now = self._now, {}
+
+    def of(self, entries: tuple[tuple[int, int, int], ...]) -> tuple[Table, Table, tuple[int, ...]]:
+        """i64[entries][3] as given; u64[2][entries]: addresses of K and V; the sequences."""
+        known = self._now.get(id(entries)) or self._before.get(id(entries))
+        if known is None:
+            geometry = self._layout.geometry
+            pages = np.array(entries, np.int64).reshape(-1, 3)
+            cells = pages[:, 2].astype(np.uint64)
+            pointers = np.empty((2, len(pages)), np.uint64)
+            pointers[0] = np.uint64(self._pool + self._layout.k_cell(0)) + cells * np.uint64(geometry.k_page_bytes)
+            pointers[1] = np.uint64(self._pool + self._layout.v_cell(0)) + cells * np.uint64(geometry.v_page_bytes)
+            # The entries too, so that their id stays theirs.
+            known = entries, pages, pointers, tuple(np.unique(pages[:, 0]).tolist())
+        self._now[id(entries)] = known
+        return known[1:]
+
+
 class Drafts:
     """What the ops of one step mean for the kernels. ``pool`` is the pool's address."""
 
-    def __init__(self, layout: Layout, pool: int, parts: tuple[Part, ...], scale: float) -> None:
+    def __init__(self, layout: Layout, pool: int, parts: tuple[Part, ...], scale: float, encoded: Encodings) -> None:
         self._layout, self._geometry, self._pool, self._scale = layout, layout.geometry, pool, scale
+        self._encoded = encoded
         self._parts = {part.sequence: part for part in parts}
         self._rows = sum(part.rows for part in parts)
         self._positions = np.concatenate(
@@ -128,11 +157,7 @@ class Drafts:
         """``first`` and ``last``: the sequences for which this is the layer's first wave, and its last."""
         geometry = self._geometry
         running = op.fold == "running"
-        pages = np.array(op.entries, np.int64).reshape(-1, 3)
-        pointers = np.empty((2, len(pages)), np.uint64)
-        cells = pages[:, 2].astype(np.uint64)
-        pointers[0] = np.uint64(self._pool) + cells * np.uint64(geometry.k_page_bytes)
-        pointers[1] = np.uint64(self._pool + self._layout.v_cell(0)) + cells * np.uint64(geometry.v_page_bytes)
+        pages, pointers, _ = self._encoded.of(op.entries)
         entries, runs = self._entries(pages)
         tables: tuple[Table, ...] = (pointers, entries, self._positions)
         if running:
@@ -171,7 +196,7 @@ class Drafts:
         first: dict[int, Attend] = {}
         last: dict[int, Attend] = {}
         for wave in waves:
-            for sequence, _, _ in wave.entries:
+            for sequence in self._encoded.of(wave.entries)[2]:
                 first.setdefault(sequence, wave)
                 last[sequence] = wave
         for op in listed:
@@ -287,7 +312,7 @@ class Loads:
                 break
             for table in fresh:
                 if id(table) not in known:
-                    staging[used : used + table.nbytes] = np.frombuffer(table.tobytes(), np.uint8)
+                    staging[used : used + table.nbytes] = table.reshape(-1).view(np.uint8)
                     known[id(table)] = used
                     used += _padded(table.nbytes)
             self._placed.append(_Placed(
