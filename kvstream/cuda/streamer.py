@@ -26,7 +26,8 @@ import trio
 from attrs import define, field
 
 from ..errors import DeviceError
-from .cache import KVCache, Opening, Saved, Stats
+from .cache import KVCache
+from .records import Opening, Saved, Stats
 
 if TYPE_CHECKING:
     from .device import Device

@@ -23,9 +23,10 @@ from attrs import evolve, frozen
 from numpy.typing import NDArray
 
 from kvstream.cuda.arrays import array_bytes
-from kvstream.cuda.cache import KVCache, Opening, Stats
+from kvstream.cuda.cache import KVCache
 from kvstream.cuda.device import Device
 from kvstream.cuda.layout import Geometry, plan_layout
+from kvstream.cuda.records import Opening, Stats
 from kvstream.cuda.reference import attention
 from kvstream.cuda.types import KVType, decode, encode
 

@@ -14,10 +14,11 @@ import trio.testing
 from attrs import evolve
 
 from kvstream.cuda import cache
-from kvstream.cuda.cache import KVCache, Opening
+from kvstream.cuda.cache import KVCache
 from kvstream.cuda.device import Device, PyCudaDevice
 from kvstream.cuda.fake_device import FakeDevice
 from kvstream.cuda.fake_kernels import KERNELS
+from kvstream.cuda.records import Opening
 from kvstream.cuda.streamer import Streamer, open_streamer
 from kvstream.errors import ConfigError, DeviceError, DeviceMemoryError, StepError
 from tests.cuda.driver.pool import Simulated
