@@ -87,6 +87,7 @@ class _Batch:
     """When its first upload could begin, when it was there, and when the computation came to it."""
 
     begun: Event
+    bytes: int = 0
     ready: Event | None = None
     asked: Event | None = None
 
@@ -103,10 +104,11 @@ class _Sample:
 
 @frozen
 class Figures:
-    """A sampled step, read. Seconds."""
+    """A sampled step, read. Seconds, and the ``bytes`` that were copied in ``copy_s``."""
 
     batches: int
     misses: int
+    bytes: int
     copy_s: float
     exposed_s: float
     step_s: float
@@ -240,12 +242,12 @@ class Executor:
                     raise StepError(f"the plan has an op that nobody knows: {op}")
 
     def _upload(self, op: Upload) -> None:
+        sample = self._sampled()
         if op.batch not in self._begun:
             self._begun.add(op.batch)
             self.counters.batches += 1
             self.counters.cross_layer_prefetches += op.layer > max(self._layer, 0)
             self.counters.cross_step_prefetches += self._layer == self.layout.geometry.layers
-            sample = self._sampled()
             if sample is not None:
                 batch = sample.open[op.batch] = _Batch(self._device.record(self.copy, timed=True))
                 sample.batches.append(batch)
@@ -256,6 +258,8 @@ class Executor:
             self.counters.in_bytes += size
             self.counters.in_calls += 1
         self.counters.in_pages += op.count
+        if sample is not None and op.batch in sample.open:
+            sample.open[op.batch].bytes += op.count * sum(self._page_bytes)
 
     def _save_rows(self, op: Save) -> None:
         for row_bytes, page_bytes, cells_at, plane_at in zip(
@@ -334,16 +338,17 @@ class Executor:
         self._sample = None
         between = self._device.elapsed_s
         copy_s = exposed_s = 0.0
-        batches = misses = 0
+        batches = misses = size = 0
         for batch in sample.batches:
             if batch.ready is None or batch.asked is None:  # for the step after this one
                 continue
             batches += 1
+            size += batch.bytes
             copy_s += between(batch.begun, batch.ready)
             late = between(batch.asked, batch.ready)
             exposed_s += max(0.0, late)
             misses += late > 0
-        figures = Figures(batches, misses, copy_s, exposed_s, between(sample.start, sample.end))
+        figures = Figures(batches, misses, size, copy_s, exposed_s, between(sample.start, sample.end))
         counters = self.counters
         counters.steps_sampled += 1
         counters.samples += figures.batches
