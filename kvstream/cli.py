@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 import click
 
 from . import __version__
-from .cli_bench import bench_options
+from .cli_bench import bench_options, kv, refuse_group_flags
 from .cli_cache import cache
 from .cli_doctor import completion, doctor, models
 from .errors import ConfigError, KVStreamError, PortInUseError
@@ -275,7 +275,7 @@ def health(url: str | None, config: str | None) -> None:
     click.echo(statusview.health_line(_url(url, config)))
 
 
-@main.command(short_help="Measure a server, alone or beside others, under load.")
+@main.group(invoke_without_command=True, short_help="Measure a server, alone or beside others, under load.")
 @bench_options
 @config_option
 @click.pass_context
@@ -287,9 +287,15 @@ def bench(ctx: click.Context, /, url: str | None, config: str | None, **given: A
     served nothing; 2 wrong options; 4 an open loop (--rate) offered more than was served; 130 stopped by Ctrl-C, which
     prints what there is.
     """
+    if ctx.invoked_subcommand is not None:
+        refuse_group_flags(ctx)
+        return
     from .cli_bench import run
 
     ctx.exit(run(_url(url, config), given))
+
+
+bench.add_command(kv)
 
 
 @main.command("_llama-child", hidden=True, context_settings={"ignore_unknown_options": True, "help_option_names": []})

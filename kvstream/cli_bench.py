@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -10,6 +11,7 @@ import click
 from .errors import ConfigError
 
 if TYPE_CHECKING:
+    from .bench.kv import Sweep
     from .bench.main import Options
     from .bench.plan import Load
 
@@ -126,3 +128,81 @@ def load_of(given: dict[str, Any]) -> Load:
         warmup=given["warmup"], rounds=given["rounds"], timeout_s=given["timeout"], ignore_eos=given["ignore_eos"],
         seed=secrets.randbelow(1_000_000) if given["seed"] is None else given["seed"],
         **({"route": COMPLETIONS} if given["route"] == "completions" else {}))
+
+
+# --- bench kv ---------------------------------------------------------------------------------------------------------
+
+
+class Tokens(click.ParamType[int]):
+    """A number of tokens, 1024-based with K or M."""
+
+    name = "tokens"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
+        found = re.fullmatch(r"([1-9][0-9]{0,9})([KkMm]?)", str(value))
+        if found is None:
+            self.fail(f"{value!r} is no number of tokens, such as 65536, 192K or 1M", param, ctx)
+        return int(found[1]) * {"": 1, "k": 1024, "m": 1024**2}[found[2].lower()]
+
+
+@click.command(short_help="Simulate KV streaming over growing contexts.")
+@click.option("--simulate", metavar="CARD|FILE", help="rtx-5070-ti, rtx-5060-ti, h200, or a JSON file of a card's "
+              "constants. Required: nothing is measured on a GPU yet.")
+@click.option("--model-geometry", metavar="MODEL|FILE", default="qwen3.8-27b", show_default=True,
+              help="qwen3.8-27b, llama-3.1-8b, smollm2-135m, or a JSON file of a model's shape.")
+@click.option("--max-context", metavar="N", type=Tokens(), required=True, help="Prompt and answer at most, e.g. 192K.")
+@click.option("--min-context", metavar="N", type=Tokens(), default="8K", show_default=True, help="First prompt.")
+@click.option("--step", metavar="N", type=Tokens(), default="8K", show_default=True, help="From prompt to prompt.")
+@click.option("--decode-tokens", metavar="N", type=click.IntRange(1, 65536), default=256, show_default=True,
+              help="Answer after each prompt.")
+@click.option("--ubatch-size", metavar="N", type=click.IntRange(33, 65536), default=512, show_default=True,
+              help="Tokens of the prompt per step.")
+@click.option("--pool-mib", metavar="N|auto|published", default="auto", show_default=True,
+              help="Device memory for KV and workspaces: a size, the largest that is left and of use, or that with "
+                   "which the card's published figures were taken.")
+@click.option("--margin-mib", metavar="N", type=click.FloatRange(0), default=64.0, show_default=True,
+              help="What `auto` leaves free.")
+@click.option("--cache-type-k", metavar="TYPE", default="q8_0", show_default=True, help="KV type of K.")
+@click.option("--cache-type-v", metavar="TYPE", default="q4_0", show_default=True, help="KV type of V.")
+@click.option("--page-tokens", metavar="N", type=int, default=256, show_default=True, help="Tokens of a page.")
+@click.option("--output", metavar="DIR", type=click.Path(file_okay=False, path_type=Path),
+              help="Folder of the results; one that has some is continued. [default: a new one]")
+@click.pass_context
+def kv(ctx: click.Context, /, **given: Any) -> None:
+    """Simulate KV streaming over growing contexts.
+
+    The policy and the transfers of kvstream/cuda, in virtual time, with a card's constants: how fast a context is
+    decoded whose KV is larger than the device memory left for it. Writes results.csv, results.jsonl and
+    kv-stream-sweep.png and .svg after every point; the same --output again goes on where it stopped. Exit codes: 0
+    done; 2 wrong options; 130 stopped by Ctrl-C, which leaves what there is.
+    """
+    from .bench.kv import run_sweep
+
+    ctx.exit(run_sweep(sweep_of(given)))
+
+
+def sweep_of(given: dict[str, Any]) -> Sweep:
+    """*Errors*: ConfigError."""
+    from .bench.kv import Sweep, model_of, profile_of
+    from .bench.kvmodel import PROFILES
+    from .bench.kvsim import PUBLISHED, Setup
+    from .cuda.types import KVType
+
+    if given["simulate"] is None:
+        raise ConfigError(f"nothing is measured on a GPU yet: name a card with --simulate, {', '.join(PROFILES)}")
+    pool = given["pool_mib"]
+    if pool not in ("auto", PUBLISHED) and not re.fullmatch(r"[1-9][0-9]{0,6}", pool):
+        raise ConfigError(f"--pool-mib is a number of MiB, auto or published, not {pool!r}")
+    setup = Setup(
+        profile_of(given["simulate"]), model_of(given["model_geometry"]), KVType.of(given["cache_type_k"]),
+        KVType.of(given["cache_type_v"]), given["page_tokens"], given["decode_tokens"], given["ubatch_size"],
+        pool_mib=None if pool == "auto" else pool if pool == PUBLISHED else int(pool), margin_mib=given["margin_mib"])
+    return Sweep(setup, given["max_context"], given["min_context"], given["step"], given["output"])
+
+
+def refuse_group_flags(ctx: click.Context) -> None:
+    """*Errors*: UsageError for flags of ``bench`` before the name of one of its commands, where they mean nothing."""
+    typed = [parameter.opts[0] for parameter in ctx.command.params
+             if ctx.get_parameter_source(parameter.name or "") is click.core.ParameterSource.COMMANDLINE]
+    if typed:
+        raise click.UsageError(f"{', '.join(typed)} has no meaning for bench {ctx.invoked_subcommand}", ctx)

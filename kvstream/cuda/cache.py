@@ -92,8 +92,8 @@ class KVCache:
     # --- sequences ----------------------------------------------------------------------------------------------------
 
     def create(self, tokens: int = 0) -> int:
-        """A new sequence. ``tokens``: it begins with so many, whose KV is whatever lies in host memory; for measurements,
-        which need a long context and not what it says."""
+        """A new sequence. ``tokens``: it begins with so many, whose KV is whatever lies in host memory; that is for
+        measurements, which need a long context and not what it says."""
         with self._between_steps():
             return self._sequences.create(tokens)
 
@@ -221,10 +221,8 @@ class KVCache:
         old = self._feedback
         busy = min(1.0, figures.copy_s / figures.step_s) if figures.step_s > 0 else 0.0
         # What the link carries in the time of a layer, without the time in which the layer only waited for it.
-        lead = 0
-        if figures.copy_s > 0:
-            layer_s = max(0.0, figures.step_s - figures.exposed_s) / self.geometry.layers
-            lead = max(1, round(layer_s * figures.bytes / figures.copy_s / self.geometry.page_bytes))
+        layer_s = max(0.0, figures.step_s - figures.exposed_s) / self.geometry.layers
+        lead = round(layer_s * figures.bytes_per_s / self.geometry.page_bytes)
         self._feedback = Feedback(old.samples + figures.batches, old.misses + figures.misses, busy, old.peak, lead)
 
     # --- pages --------------------------------------------------------------------------------------------------------

@@ -104,11 +104,11 @@ class _Sample:
 
 @frozen
 class Figures:
-    """A sampled step, read. Seconds, and the ``bytes`` that were copied in ``copy_s``."""
+    """A sampled step, read. Seconds; ``bytes_per_s`` of the fastest batch, which had nothing to wait for."""
 
     batches: int
     misses: int
-    bytes: int
+    bytes_per_s: float
     copy_s: float
     exposed_s: float
     step_s: float
@@ -338,17 +338,19 @@ class Executor:
         self._sample = None
         between = self._device.elapsed_s
         copy_s = exposed_s = 0.0
-        batches = misses = size = 0
+        batches = misses = 0
+        rate = 0.0
         for batch in sample.batches:
             if batch.ready is None or batch.asked is None:  # for the step after this one
                 continue
             batches += 1
-            size += batch.bytes
-            copy_s += between(batch.begun, batch.ready)
+            took = between(batch.begun, batch.ready)
+            rate = max(rate, batch.bytes / took if took > 0 else 0.0)
+            copy_s += took
             late = between(batch.asked, batch.ready)
             exposed_s += max(0.0, late)
             misses += late > 0
-        figures = Figures(batches, misses, size, copy_s, exposed_s, between(sample.start, sample.end))
+        figures = Figures(batches, misses, rate, copy_s, exposed_s, between(sample.start, sample.end))
         counters = self.counters
         counters.steps_sampled += 1
         counters.samples += figures.batches
