@@ -113,7 +113,7 @@ def line_of(point: Point) -> str:
 def show(sweep: Sweep, points: list[Point], folder: Path, partial: bool) -> None:
     console = Console(width=None if Console().is_terminal else 120)
     console.print(("PARTIAL: " if partial else "") + kvplot.title(sweep.setup), markup=False, highlight=False)
-    table = Table(box=None, pad_edge=False, header_style="bold")
+    table = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0), header_style="bold")
     names = ("prompt", "pool MiB", "resident", "ring", "MiB/token", "compute ms", "copy ms", "exposed", "overlap",
              "prefill/s", "decode/s", "published", "ratio")
     for name in names:

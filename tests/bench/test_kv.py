@@ -109,8 +109,9 @@ def test_a_finished_sweep_is_not_run_again_and_may_be_extended(folder: Path, dra
     second = invoke(*ARGUMENTS)
     assert second.exit_code == 0 and not prompts and (folder / TABLE).read_bytes() == before
     assert second.stdout == first.stdout
-    assert invoke(*ARGUMENTS, "--max-context=32K").exit_code == 0
-    assert prompts == [24576, 32768 - 64]
+    assert invoke(*ARGUMENTS, "--max-context=32K", "--min-context=4K", "--step=4K").exit_code == 0
+    assert prompts == [4096, 12288, 20480, 24576, 28672, 32768 - 64]
+    assert [int(row["prompt_tokens"]) for row in rows(folder)] == sorted({*PROMPTS, *prompts})
 
 
 @pytest.mark.parametrize(("flag", "words"), [
@@ -165,7 +166,7 @@ def test_wrong_flags(folder: Path, drawn: list[int], arguments: tuple[str, ...],
     assert not (folder / RESULTS).exists()
 
 
-def test_flags_of_the_other_bench_are_refused() -> None:
+def test_flags_of_the_other_bench_are_refused(folder: Path) -> None:
     done = CliRunner().invoke(cli.main, ["bench", "--url=http://a:1", "kv", *ARGUMENTS])
     assert done.exit_code == 2 and "--url has no meaning for bench kv" in done.output
 
