@@ -12,9 +12,10 @@ from __future__ import annotations
 
 from attrs import frozen
 
-from ..cuda.cache import KVCache, Opening
+from ..cuda.cache import KVCache
 from ..cuda.fake_device import FakeDevice, Launch, Speeds
 from ..cuda.layout import Layout
+from ..cuda.records import Opening
 from .kvmodel import GIB, Model, Profile
 
 CALL_S = 5e-6  # a call through PyCUDA
