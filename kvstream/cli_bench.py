@@ -176,6 +176,9 @@ def kv(ctx: click.Context, /, **given: Any) -> None:
     kv-stream-sweep.png and .svg after every point; the same --output again goes on where it stopped. Exit codes: 0
     done; 2 wrong options; 130 stopped by Ctrl-C, which leaves what there is.
     """
+    from .bench.plots import check_available
+
+    check_available("bench kv")  # and with it comes numpy, which everything below needs
     from .bench.kv import run_sweep
 
     ctx.exit(run_sweep(sweep_of(given)))

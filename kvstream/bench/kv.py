@@ -15,7 +15,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
 from ..errors import ConfigError
-from . import kvplot, plots
+from . import kvplot
 from .kvfiles import read_points, write_points
 from .kvmodel import MODELS, PROFILES, Model, Profile, model_from, profile_from
 from .kvsim import Point, Setup, Told, simulate
@@ -55,7 +55,6 @@ def run_sweep(sweep: Sweep) -> int:
 
     *Errors*: ConfigError, also for a pool in which a context has no room; the points before it are written.
     """
-    plots.check_available()
     if sweep.context_max - sweep.setup.decode_tokens < max(1, sweep.context_min):
         raise ConfigError(f"a context of {sweep.context_max} tokens has no room for a prompt of {sweep.context_min} "
                           f"and {sweep.setup.decode_tokens} more")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
+import sys
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
@@ -169,6 +170,13 @@ def test_wrong_flags(folder: Path, drawn: list[int], arguments: tuple[str, ...],
 def test_flags_of_the_other_bench_are_refused(folder: Path) -> None:
     done = CliRunner().invoke(cli.main, ["bench", "--url=http://a:1", "kv", *ARGUMENTS])
     assert done.exit_code == 2 and "--url has no meaning for bench kv" in done.output
+
+
+def test_without_matplotlib_it_says_what_to_install(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    done = invoke(*ARGUMENTS)
+    assert done.exit_code == 2 and "bench kv needs matplotlib: pip install matplotlib" in done.output
+    assert not folder.exists()
 
 
 def test_help() -> None:
