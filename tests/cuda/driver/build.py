@@ -189,10 +189,10 @@ class Builder:
         for name in (".pip", ".netrc"):
             if (real / name).exists():
                 (home / name).symlink_to(real / name)
-        run([*PIP, "wheel", "--no-deps", "--no-binary", "pycuda", "-w", work / "wheels", f"pycuda=={PYCUDA}"],
-            HOME=str(home),
-            XDG_CONFIG_HOME=os.environ.get("XDG_CONFIG_HOME", str(real / ".config")),
-            XDG_CACHE_HOME=os.environ.get("XDG_CACHE_HOME", str(real / ".cache")))
+        # Without pip's cache: what lies there may have been built with other settings, and ours is for nobody else.
+        run([*PIP, "wheel", "--no-cache-dir", "--no-deps", "--no-binary", "pycuda", "-w", work / "wheels",
+             f"pycuda=={PYCUDA}"], HOME=str(home),
+            XDG_CONFIG_HOME=os.environ.get("XDG_CONFIG_HOME", str(real / ".config")))
         # `import pycuda.driver` needs nothing but numpy, which the child takes from this environment.
         with zipfile.ZipFile(next((work / "wheels").glob("*.whl"))) as wheel:
             wheel.extractall(into)
