@@ -233,11 +233,12 @@ class Builder:
 
 
 def main() -> None:
-    """``python -m tests.cuda.driver.build FOLDER``: everything that does not depend on the product's own kernels."""
+    """``python -m tests.cuda.driver.build FOLDER``: everything that the tests will ask for."""
     builder = Builder(Path(sys.argv[1]))
     print(builder.driver())
-    for checked in (False, True):
-        print(builder.image("toy", checked))
+    for name in ("toy", "kv"):
+        for checked in (False, True):
+            print(builder.image(name, checked))
 
 
 if __name__ == "__main__":
