@@ -253,32 +253,35 @@ class Inject:
         if self.lane is None or self.meter is None:
             return
         before, began = self.meter.totals(), trio.current_time()
+        bound = trio.CancelScope(deadline=began + self._drain_save_s)
         try:
-            await self._wait_jobs()
+            with bound:
+                await self._wait_jobs()
         finally:
-            log.info("%s", drain_words(before, self.meter.totals(), trio.current_time() - began, self._why_unsaved()))
+            why = self._why_unsaved(is_over=bound.cancelled_caught)
+            log.info("%s", drain_words(before, self.meter.totals(), trio.current_time() - began, why))
 
-    def _why_unsaved(self) -> str:
-        """Why there is nothing to save, or nothing can be."""
+    def _why_unsaved(self, *, is_over: bool) -> str:
+        """Why there is nothing to save, or nothing can be. Where the time ``is_over`` it is that: a job may not even
+        have begun."""
         if self._is_away() or (self.work is not None and self.work.refused):
             return "the server is away"
         if self.lane is None or self.lane.rules is None:
             told, why = self.status(trio.current_time())
             return str(told["why"]) if told is not None else why
-        if self.jobs:
+        if is_over or self.jobs:
             return f"inject.drain_save_s = {self._drain_save_s:g} s are over"
         off = self.lane.store.why_off if self.lane.store is not None else ""
         return off or "its slots hold nothing that is worth it and not saved already"
 
     async def _wait_jobs(self) -> None:
-        with trio.move_on_after(self._drain_save_s):
-            while True:
-                await trio.sleep(TICK_S)  # the scheduler takes in what the last one told, and begins the next
-                jobs = list(self.jobs.values())
-                if jobs:
-                    await jobs[0].done.wait()
-                elif not self.asides:
-                    return
+        while True:
+            await trio.sleep(TICK_S)  # the scheduler takes in what the last one told, and begins the next
+            jobs = list(self.jobs.values())
+            if jobs:
+                await jobs[0].done.wait()
+            elif not self.asides:
+                return
 
 
 def drain_words(before: Mapping[str, Any], after: Mapping[str, Any], seconds: float, why: str) -> str:
