@@ -10,6 +10,8 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, Phase, settings
 
+from tests.cuda import ledger
+
 # No deadline anywhere: the machine is shared, and a slow example says nothing about the property.
 _quiet = {"deadline": None, "suppress_health_check": [HealthCheck.too_slow]}
 settings.register_profile("dev", max_examples=50, **_quiet)
@@ -18,6 +20,11 @@ settings.register_profile("ci", max_examples=100, derandomize=True, print_blob=T
 settings.register_profile("fuzz", max_examples=5000, phases=[Phase.explicit, Phase.reuse, Phase.generate, Phase.shrink],
                           **_quiet)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE") or ("ci" if os.environ.get("CI") else "dev"))
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if not hasattr(config, "workerinput"):  # where xdist has workers, they send their reports here
+        config.pluginmanager.register(ledger.Sum())
 
 
 @pytest.fixture(autouse=True)

@@ -23,6 +23,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.cuda import ledger
 from tests.cuda.driver.build import Builder, NothingToBuildWith
 from tests.cuda.driver.pool import ROOT, Simulated
 
@@ -58,6 +59,14 @@ def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
     else:
         os.killpg(started.pid, signal.SIGTERM)  # pip and compilers too
         started.wait()
+
+
+@pytest.fixture(autouse=True)
+def shown(request: pytest.FixtureRequest) -> Iterator[None]:
+    """What this test has shown goes into its report."""
+    ledger.take()
+    yield
+    request.node.user_properties.append((ledger.PROPERTY, ledger.take().plain()))
 
 
 @pytest.fixture(scope="session")

@@ -14,6 +14,7 @@ the cache waits for. That leaves the streams the most freedom to run in a wrong 
 
 from __future__ import annotations
 
+import hashlib
 import zlib
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -29,6 +30,7 @@ from kvstream.cuda.layout import Geometry, plan_layout
 from kvstream.cuda.records import Opening, Stats
 from kvstream.cuda.reference import attention
 from kvstream.cuda.types import KVType, decode, encode
+from tests.cuda import ledger
 
 Line = tuple[Any, ...]
 Script = tuple[Line, ...]
@@ -51,11 +53,55 @@ class Shape:
         return Geometry(self.layers, self.kv_heads, self.q_heads, self.head_size, KVType.of(self.k_type),
                         KVType.of(self.v_type), self.page_tokens)
 
+    def __str__(self) -> str:
+        return (f"{self.layers} layers, {self.q_heads}/{self.kv_heads} heads of {self.head_size}, pages of "
+                f"{self.page_tokens}")
+
+
+@frozen
+class Digest:
+    """Of a played script, for when its outputs would be too much to send from process to process."""
+
+    text: str
+    rows: int
+    fed: int
+    stats: Stats
+
 
 @frozen
 class Played:
+    """``fed``: rows of all steps that ended."""
+
     outputs: dict[tuple[str, int, int], bytes]
     stats: Stats
+    fed: int
+
+    def digest(self) -> Digest:
+        text = b"".join(self.outputs[key] for key in sorted(self.outputs))
+        return Digest(hashlib.sha256(text).hexdigest(), len(self.outputs), self.fed, self.stats)
+
+
+def same(shape: Shape, found: Played | Digest, expected: Played | Digest, streamed: bool) -> None:
+    """The same bits; and the counters say that what was to be streamed was streamed, and every new row saved. This is
+    the only way in which these tests compare, so that none of them can pass while nothing was streamed or compared."""
+    if isinstance(found, Played) and isinstance(expected, Played):
+        assert found.outputs.keys() == expected.outputs.keys()
+        wrong = [key for key, value in found.outputs.items() if value != expected.outputs[key]]
+        assert not wrong, f"{len(wrong)} of {len(found.outputs)} rows have other bits: {wrong[:5]} ..."
+    one, other = (each.digest() if isinstance(each, Played) else each for each in (found, expected))
+    assert (one.text, one.rows) == (other.text, other.rows)
+    geometry, counters = shape.geometry(), one.stats.counters
+    if streamed:
+        assert counters["in_pages"] > 0 and counters["steps_streamed"] > 0 and counters["batches"] > 0
+        assert counters["waits"] > 0
+    else:
+        assert counters["in_pages"] == counters["in_calls"] == 0
+    assert counters["in_bytes"] == counters["in_pages"] * geometry.page_bytes
+    rows_saved = counters["out_bytes"] / (geometry.layers * (geometry.k_row_bytes + geometry.v_row_bytes))
+    assert rows_saved == one.fed if counters["rows"] == one.fed else rows_saved > one.fed  # some were given up
+    assert counters["launches"] > 0
+    ledger.compared(one.rows, f"{shape.k_type}/{shape.v_type}", str(shape), int(counters["in_pages"]),
+                    f"{one.stats.cells} cells")
 
 
 def values(name: str, position: int, layer: int, version: int, what: str, number: int) -> NDArray[np.float32]:
@@ -86,7 +132,7 @@ def play(device: Device, geometry: Geometry, opening: Opening, script: Script, *
             getattr(player, line[0])(*line[1:])
         device.synchronize()
         player.finish()
-        return Played(player.outputs, cache.stats())
+        return Played(player.outputs, cache.stats(), player.fed)
     finally:
         cache.close()
 
@@ -98,10 +144,12 @@ class _Player:
         self.kv: dict[str, list[tuple[list[Any], list[Any]]]] = {}  # of each name and layer, as written
         self.versions: dict[tuple[str, int], int] = {}
         self.outputs: dict[tuple[str, int, int], bytes] = {}
+        self.fed = 0
 
     def feed(self, batch: Sequence[tuple[str, int]]) -> None:
         self._step(batch)
         self.cache.end_step()
+        self.fed += sum(new for _, new in batch)
 
     def abandon(self, batch: Sequence[tuple[str, int]], layers: int = 1) -> None:
         outputs, versions = dict(self.outputs), dict(self.versions)

@@ -7,6 +7,7 @@ streamed; without them a path that silently is not used would pass.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from itertools import cycle
 from typing import Any
 
@@ -19,7 +20,7 @@ from kvstream.cuda.fake_kernels import KERNELS
 from kvstream.cuda.layout import cells_min
 from kvstream.cuda.policy import Split
 from kvstream.cuda.types import KVType
-from tests.cuda.streaming import Played, Script, Shape, opening_of, play
+from tests.cuda.streaming import Played, Script, Shape, opening_of, play, same
 
 
 def feed(**tokens: int) -> tuple[str, tuple[tuple[str, int], ...]]:
@@ -55,30 +56,37 @@ LIFE: Script = (
     ("fork", "c", "d"), feed(c=1), feed(d=1, a=1), ("drop", "a"), feed(d=34, c=1), ("cut", "c", 0), feed(c=5, d=1))
 
 
+def pools(shape: Shape, tokens: int, sequences: int = 1) -> range:
+    """Numbers of cells from one that everything passes through, to every page of every layer having its own."""
+    geometry = shape.geometry()
+    return range(fewest(shape, sequences), geometry.layers * geometry.pages(tokens) + fewest(shape, sequences))
+
+
 def test_pools_from_one_ring_cell_to_all_resident() -> None:
+    """Every size of pool that there is. A larger one never streams more."""
     resident = on_fake(SMALL, None, ONE, sequences_max=1)
-    assert resident.stats.counters["in_bytes"] == 0 and resident.stats.counters["out_calls"] > 0
-    low = fewest(SMALL, 1)
+    same(SMALL, resident, resident, False)
     seen = []
-    for cells in (low, low + 1, low + 2):
-        for seed in (None, 0, 1, 2):
+    for cells in pools(SMALL, 126):
+        for seed in (None, cells):
             played = on_fake(SMALL, cells, ONE, seed, sequences_max=1)
-            assert played.outputs == resident.outputs, (cells, seed)
+            pages = played.stats.counters["in_pages"]
+            same(SMALL, played, resident, pages > 0)
+        assert played.stats.counters["host_waits"] == 0
+        seen.append(pages)
+    assert seen == sorted(seen, reverse=True) and seen[0] > seen[2] > 0 == seen[-1]
+    for seed in range(8):
+        played = on_fake(SMALL, fewest(SMALL, 1), ONE, seed, sequences_max=1)
+        same(SMALL, played, resident, True)
         counters = played.stats.counters
-        page_bytes = SMALL.geometry().page_bytes
-        assert counters["in_bytes"] == counters["in_pages"] * page_bytes and counters["in_calls"] > 0
-        assert counters["cross_layer_prefetches"] > 0 and counters["steps_streamed"] > 0
-        assert counters["waits"] > counters["batches"] > 0 and counters["host_waits"] == 0
-        seen.append(counters["in_pages"])
-    assert seen == sorted(seen, reverse=True) and seen[0] > seen[-1]  # a larger pool never streams more
+        assert counters["cross_layer_prefetches"] > 0 and counters["waits"] > counters["batches"] > 0
 
 
 @pytest.mark.parametrize("script", [BY_TOKEN, BY_SEVEN], ids=["by token", "by seven"])
 def test_the_width_of_a_step_changes_nothing(script: Script) -> None:
     resident = on_fake(SMALL, None, ONE, sequences_max=1)
-    assert on_fake(SMALL, None, script, sequences_max=1).outputs == resident.outputs
-    streamed = on_fake(SMALL, fewest(SMALL, 1), script, 3, sequences_max=1)
-    assert streamed.outputs == resident.outputs and streamed.stats.counters["in_pages"] > 0
+    same(SMALL, on_fake(SMALL, None, script, sequences_max=1), resident, False)
+    same(SMALL, on_fake(SMALL, fewest(SMALL, 1), script, 3, sequences_max=1), resident, True)
 
 
 def alone(script: Script, name: str) -> Script:
@@ -86,14 +94,19 @@ def alone(script: Script, name: str) -> Script:
     return tuple(line for line in lines if line[1])
 
 
+def together(played: Iterable[Played]) -> Played:
+    """What several have given, each of which was alone."""
+    outputs: dict[Any, bytes] = {}
+    for one in played:
+        assert not outputs.keys() & one.outputs.keys()
+        outputs |= one.outputs
+    return Played(outputs, one.stats, one.fed)
+
+
 def test_four_sequences_in_one_pool_are_each_as_alone() -> None:
-    expected: dict[Any, bytes] = {}
-    for name in "abcd":
-        expected |= on_fake(SMALL, None, alone(FOUR, name), sequences_max=1).outputs
+    expected = together(on_fake(SMALL, None, alone(FOUR, name), sequences_max=1) for name in "abcd")
     for cells in (fewest(SMALL, 4), fewest(SMALL, 4) + 3, None):
-        played = on_fake(SMALL, cells, FOUR, 5)
-        assert played.outputs == expected
-        assert (played.stats.counters["in_pages"] > 0) == (cells is not None)
+        same(SMALL, on_fake(SMALL, cells, FOUR, 5), expected, cells is not None)
 
 
 def test_the_life_of_sequences() -> None:
@@ -102,8 +115,9 @@ def test_the_life_of_sequences() -> None:
     for cells in (fewest(SMALL, 4), fewest(SMALL, 4) + 4, None):
         for lazily in (False, True):
             played = on_fake(SMALL, cells, LIFE, 7, lazily)
-            assert played.outputs == resident.outputs
             stats = played.stats
+            same(SMALL, played, resident, stats.counters["in_pages"] > 0)  # a loaded sequence comes in at any size
+            assert stats.counters["in_pages"] > 0
             # c has 5 tokens and d 98; nothing else is left
             assert stats.sequences == 2 and stats.host_pages - stats.host_pages_free == 1 + 4
 
@@ -118,11 +132,10 @@ def test_repartition_under_load() -> None:
     """The split changes with every step, while transfers run. What stays keeps its cell: nothing is loaded twice."""
     resident = on_fake(SMALL, None, ONE, sequences_max=1)
     cells = fewest(SMALL, 1) + 3
-
     for seed in (None, *range(6)):
         played = on_fake(SMALL, cells, ONE, seed, sequences_max=1, split=wandering_split(cells))
-        assert played.outputs == resident.outputs, seed
-        assert played.stats.repartitions > 10 and played.stats.counters["in_pages"] > 0
+        same(SMALL, played, resident, True)
+        assert played.stats.repartitions > 10
 
 
 @pytest.mark.parametrize("kind", KVType, ids=str)
@@ -141,11 +154,10 @@ def test_every_type_and_the_oracle(kind: KVType) -> None:
     resident = play(FakeDevice(KERNELS), geometry, opening_of(geometry, None, sequences_max=1), script,
                     oracle=oracle)
     assert worst < 1e-5
-    streamed = on_fake(shape, fewest(shape, 1), script, 1, sequences_max=1)
-    assert streamed.outputs == resident.outputs and streamed.stats.counters["in_pages"] > 0
+    same(shape, on_fake(shape, fewest(shape, 1), script, 1, sequences_max=1), resident, True)
 
 
 def test_a_table_that_is_too_small_gives_way_to_the_running_form() -> None:
     resident = on_fake(SMALL, None, ONE, sequences_max=1)
     for cells in (None, fewest(SMALL, 1)):
-        assert on_fake(SMALL, cells, ONE, 2, sequences_max=1, table_slots=1).outputs == resident.outputs
+        same(SMALL, on_fake(SMALL, cells, ONE, 2, sequences_max=1, table_slots=1), resident, cells is not None)

@@ -16,6 +16,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
+from tests.cuda import ledger
 from tests.cuda.driver.build import Builder
 from tests.cuda.driver.control import schedules
 
@@ -94,6 +95,7 @@ class Simulated:
         kind, value = child.answer(timeout_s)
         if kind == "result":
             self._idle.append(child)
+            ledger.ran(seed, policy, checked)
             return value
         child.close()
         raise SceneFailed(f"{scene.__qualname__}(seed={seed}, policy={policy!r}, kernels={kernels!r}, "
