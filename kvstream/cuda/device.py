@@ -79,6 +79,10 @@ class Device(Protocol):
         """A zeroed, page-locked array of bytes. It lives until ``close``."""
         ...
 
+    def mapped(self, array: Bytes) -> int:
+        """The address at which kernels find a part of a pinned array. What they read is what is there when they run."""
+        ...
+
     def stream(self, name: str) -> Stream: ...
 
     def copy_in(self, stream: Stream, address: int, array: Bytes) -> None:
@@ -127,26 +131,30 @@ def packaged_image() -> bytes:
 
 
 class PinnedRanges:
-    """Which host addresses are page-locked. A few ranges, looked up for every copy."""
+    """Which host addresses are page-locked, and what the device calls them. A few ranges, looked up for every copy."""
 
-    __slots__ = ("_ends", "_starts")
+    __slots__ = ("_ends", "_mapped", "_starts")
 
     def __init__(self) -> None:
         self._starts: list[int] = []
         self._ends: list[int] = []
+        self._mapped: list[int] = []
 
-    def add(self, array: Bytes) -> None:
+    def add(self, array: Bytes, mapped: int) -> None:
         start = address_of(array)
         at = bisect_right(self._starts, start)
         self._starts.insert(at, start)
         self._ends.insert(at, start + array.nbytes)
+        self._mapped.insert(at, mapped)
 
-    def check(self, array: Bytes) -> None:
-        """*Errors*: ``DeviceError`` for an array that is not a contiguous part of pinned memory."""
+    def check(self, array: Bytes) -> int:
+        """The address that kernels know the array by. *Errors*: ``DeviceError`` for an array that is not a contiguous
+        part of pinned memory."""
         start = address_of(array)
         at = bisect_right(self._starts, start) - 1
         if at < 0 or start + array.nbytes > self._ends[at] or not array.flags.c_contiguous:
-            raise DeviceError(f"a copy of {array.nbytes} bytes with host memory that is not pinned, or not contiguous")
+            raise DeviceError(f"{array.nbytes} bytes of host memory that is not pinned, or not contiguous")
+        return self._mapped[at] + start - self._starts[at]
 
 
 def address_of(array: Bytes) -> int:
@@ -194,7 +202,8 @@ class PyCudaDevice:
             driver.init()
             gpu = driver.Device(ordinal)
             self._name = str(gpu.name())
-            self._context = gpu.make_context()  # and makes it this thread's current one
+            # It becomes this thread's current one. MAP_HOST: kernels may read pinned memory, where a driver still asks.
+            self._context = gpu.make_context(driver.ctx_flags.SCHED_AUTO | driver.ctx_flags.MAP_HOST)
         try:
             with _translated(driver, "load the CUDA kernels"):
                 self._module = driver.module_from_buffer(packaged_image() if image is None else image)
@@ -233,11 +242,18 @@ class PyCudaDevice:
     def pinned(self, size: int) -> Bytes:
         self._here()
         with _translated(self._driver, f"allocate {size} bytes of pinned host memory"):
-            array: Bytes = self._driver.pagelocked_empty((size,), "u1")
+            array: Bytes = self._driver.pagelocked_empty((size,), "u1",
+                                                         mem_flags=self._driver.host_alloc_flags.DEVICEMAP)
+            base: Any = array.base
+            mapped = int(base.get_device_pointer())
         array[:] = 0
         self._arrays.append(array)
-        self._pinned.add(array)
+        self._pinned.add(array, mapped)
         return array
+
+    def mapped(self, array: Bytes) -> int:
+        self._here()
+        return self._pinned.check(array)
 
     def managed(self, size: int) -> Bytes:
         """Managed memory, for weights only and only when it was asked for; its address is the array's own."""

@@ -32,6 +32,7 @@ from numpy.typing import NDArray
 
 from ..errors import DeviceError, DeviceMemoryError
 from .device import Event, PinnedRanges, Stream, address_of
+from .kernels import tables_bytes
 
 if TYPE_CHECKING:
     from .device import Bytes
@@ -39,12 +40,14 @@ if TYPE_CHECKING:
 ALIGNMENT: Final = 256
 GUARD: Final = 4096  # bytes between allocations that belong to nobody
 FIRST_ADDRESS: Final = 0x7F00_0000_0000
+FIRST_MAPPED: Final = 0x5F00_0000_0000  # where kernels find pinned memory
 POISON_NEW, POISON_FREED, POISON_HOST = 0xCB, 0xFD, 0xDB
 GIB: Final = 1 << 30
 
 
 class Memory:
-    """Device memory by address. ``backed`` False: ranges only, nothing is stored."""
+    """Device memory by address, and pinned memory as kernels see it. ``backed`` False: ranges only, nothing is
+    stored."""
 
     def __init__(self, total: int, backed: bool) -> None:
         self.total = total
@@ -54,6 +57,7 @@ class Memory:
         self._starts: list[int] = []
         self._sizes: list[int] = []
         self._blocks: list[NDArray[np.uint8] | None] = []
+        self._mapped: list[tuple[int, NDArray[np.uint8]]] = []
 
     def alloc(self, size: int) -> int:
         if size <= 0 or self.used + size > self.total:
@@ -76,6 +80,13 @@ class Memory:
         self.used -= self._sizes[at]
         del self._starts[at], self._sizes[at], self._blocks[at]
 
+    def map(self, array: NDArray[np.uint8]) -> int:
+        """An address for host memory, which kernels may use and copies may not."""
+        last, before = self._mapped[-1] if self._mapped else (FIRST_MAPPED - GUARD, array[:0])
+        address = last + -(-(before.nbytes + GUARD) // ALIGNMENT) * ALIGNMENT
+        self._mapped.append((address, array))
+        return address
+
     def check(self, address: int, size: int) -> int:
         at = bisect_right(self._starts, address) - 1
         if at < 0 or address + size > self._starts[at] + self._sizes[at]:
@@ -84,6 +95,9 @@ class Memory:
 
     def view(self, address: int, size: int) -> NDArray[np.uint8]:
         """The bytes themselves, to read and to write."""
+        for start, array in self._mapped if address < FIRST_ADDRESS else ():
+            if start <= address and address + size <= start + array.nbytes:
+                return array[address - start : address - start + size]
         at = self.check(address, size)
         block = self._blocks[at]
         if block is None:
@@ -127,6 +141,7 @@ class Speeds:
     out_bytes_per_s: float = 24e9
     copy_s: float = 5e-6  # each copy costs that much before its first byte
     launch_s: float = 3e-6
+    read_s: float = 2e-6  # a kernel that reads host memory waits that long for the first byte
     call_s: float = 2e-6  # host time of one call
     kernel_s: Callable[[Launch], float] = _no_time
 
@@ -202,9 +217,13 @@ class FakeDevice:
             raise DeviceMemoryError(f"allocate {size} bytes of pinned host memory: {self._pinned_left} are left")
         self._pinned_left -= size
         array = np.zeros(size, np.uint8)  # pages that nobody touches cost nothing
-        self._pinned.add(array)
+        self._pinned.add(array, self.device_memory.map(array))
         self._arrays.append(array)
         return array
+
+    def mapped(self, array: Bytes) -> int:
+        self._call()
+        return self._pinned.check(array)
 
     def memory(self) -> tuple[int, int]:
         self._call()
@@ -257,6 +276,8 @@ class FakeDevice:
         launch = Launch(kernel, grid, block, tuple(args), shared_bytes)
         queue: _Queue = stream.handle
         queue.ready_s = max(queue.ready_s, self.host_s) + self.speeds.launch_s + self.speeds.kernel_s(launch)
+        if kernel == "kv_tables":
+            self._read_time(queue, tables_bytes(int(args[2]), bool(args[3])))
         if self._kernels is None:
             self._enqueue(queue, None)
             return
@@ -311,6 +332,14 @@ class FakeDevice:
     def _copy_time(self, queue: _Queue, engine: str, bytes_s: float) -> None:
         start = max(queue.ready_s, self._engines[engine], self.host_s)
         queue.ready_s = self._engines[engine] = start + self.speeds.copy_s + bytes_s
+
+    def _read_time(self, queue: _Queue, size: int) -> None:
+        """A kernel reads host memory. It waits for no copy, but shares the link with one that runs: both are slower."""
+        bytes_s = size / self.speeds.in_bytes_per_s
+        shared = self._engines["in"] > queue.ready_s
+        queue.ready_s += self.speeds.read_s + bytes_s * (2 if shared else 1)
+        if shared:
+            self._engines["in"] += bytes_s
 
     # --- values -------------------------------------------------------------------------------------------------------
 

@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from .fake_device import Kernel, Launch, Memory
-from .kernels import HEAD_SIZES, TILE_BEGIN, TILE_END, VECTORS
+from .kernels import HEAD_SIZES, TABLES_WORD_BYTES, TILE_BEGIN, TILE_END, VECTORS
 from .types import KVType, decode, encode
 
 Floats = NDArray[np.float32]
@@ -30,6 +30,14 @@ def kv_write(memory: Memory, launch: Launch) -> None:
         raw = encode(_kind(code), memory.floats(source, rows * values).reshape(rows, values))
         for row, target in enumerate(memory.addresses(targets, rows)):
             memory.view(int(target), raw.shape[1])[:] = raw[row]
+
+
+def kv_tables(memory: Memory, launch: Launch) -> None:
+    source, target, words, scattered = (int(value) for value in launch.args)
+    told = memory.view(source, TABLES_WORD_BYTES * words).reshape(words, TABLES_WORD_BYTES)
+    places = memory.ints(source + told.nbytes, words).tolist() if scattered else range(words)
+    for word, place in zip(told, places, strict=True):
+        memory.view(target + TABLES_WORD_BYTES * place, TABLES_WORD_BYTES)[:] = word
 
 
 class _Attention:
@@ -176,6 +184,7 @@ def _fold_of(head_size: int) -> Kernel:
 
 KERNELS: Final[Mapping[str, Kernel]] = MappingProxyType({
     "kv_write": kv_write,
+    "kv_tables": kv_tables,
     **{f"kv_attend_{size}": _attend_of(size) for size in HEAD_SIZES},
     **{f"kv_fold_{size}": _fold_of(size) for size in HEAD_SIZES},
 })

@@ -153,6 +153,34 @@ def kernels_run(device: Device) -> None:
         device.launch(stream, "kv_nothing", (1, 1, 1), (32, 1, 1), ())
 
 
+def kernels_read_pinned_memory(device: Device) -> None:
+    """``kv_tables``: what is there when it runs, word by word to where it belongs, and nothing beside it."""
+    stream = device.stream("compute")
+    host, base = device.pinned(64 * 1024), device.alloc(32 * 1024)
+    words = 600
+    host[:] = np.arange(len(host)) * 7 % 253
+    source = host[256 : 256 + 16 * words]
+    device.copy_in(stream, base, host[32768:])
+    device.launch(stream, "kv_tables", (2, 1, 1), (256, 1, 1), (device.mapped(source), base + 1024, words, 0))
+    device.copy_out(stream, host[32768:49152], base)
+    before = host[32768:49152].copy()
+    device.synchronize(stream)
+    assert (host[33792 : 33792 + 16 * words] == source).all()
+    rest = [*range(1024), *range(1024 + 16 * words, 16384)]
+    assert (host[32768:49152][rest] == np.arange(len(host))[32768:49152][rest] * 7 % 253).all() and before.any()
+    places = source[16 * 5 : 16 * 5 + 20].view(np.int32)  # five words, and behind them where they go
+    places[:] = [3, 1000, 0, 17, 2]
+    device.launch(stream, "kv_tables", (1, 1, 1), (256, 1, 1), (device.mapped(source), base, 5, 1))
+    device.copy_out(stream, host[49152:], base)
+    device.synchronize(stream)
+    moved = host[49152:].reshape(-1, 16)
+    assert (moved[places] == source[:80].reshape(5, 16)).all()
+    untouched = np.setdiff1d(np.arange(1024), places)
+    assert (moved[untouched] == host[32768:49152].reshape(-1, 16)[untouched]).all()
+    with pytest.raises(DeviceError, match="pinned"):
+        device.mapped(np.zeros(16, np.uint8))
+
+
 def it_stays_on_its_thread(device: Device) -> None:
     stream, errors = device.stream("copy"), []
     calls: list[Callable[[], Any]] = [
@@ -187,5 +215,5 @@ def it_is_closed_once_and_for_all(device: Device) -> None:
 SCENES: tuple[Callable[[Device], None], ...] = (
     memory_is_given_and_taken_back, too_much_memory_is_an_error_and_no_loss, bytes_come_back,
     memory_that_is_not_pinned_is_refused, events_order_streams, a_wait_is_for_what_was_recorded_before_it,
-    an_event_happens_while_it_is_asked_for, timed_events_have_times, kernels_run, it_stays_on_its_thread,
-    it_is_closed_once_and_for_all)
+    an_event_happens_while_it_is_asked_for, timed_events_have_times, kernels_run,
+    kernels_read_pinned_memory, it_stays_on_its_thread, it_is_closed_once_and_for_all)

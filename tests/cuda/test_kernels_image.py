@@ -48,6 +48,6 @@ def test_launch_shapes_fit_every_gpu(head_size: int) -> None:
 def test_the_readme_has_the_same_arguments() -> None:
     text = (FOLDER / "README.md").read_text("utf-8")
     assert re.findall(r"^`([Pif]+)`$", text, re.MULTILINE) == [
-        kernels.WRITE_FORMAT, kernels.ATTEND_FORMAT, kernels.FOLD_FORMAT]
+        kernels.WRITE_FORMAT, kernels.TABLES_FORMAT, kernels.ATTEND_FORMAT, kernels.FOLD_FORMAT]
     table, running = (kernels.attend_shared_bytes(256, 256, form) for form in (False, True))
     assert f"{table:,} and {running:,}" in text

@@ -23,9 +23,13 @@ PAGE_TOKENS_MAX: Final = 512
 WINDOW_NONE: Final = 2**31 - 1
 
 WRITE_THREADS: Final = 128
+TABLES_THREADS: Final = 256
+TABLES_BLOCKS_MAX: Final = 64
+TABLES_WORD_BYTES: Final = 16
 WRITE_FORMAT: Final = "PPPPiiii"
 ATTEND_FORMAT: Final = "PPPPPPPPPfiiiiii"
 FOLD_FORMAT: Final = "PPPPi"
+TABLES_FORMAT: Final = "PPii"
 """The letters of PyCUDA's ``prepare``: P an address, i a 32-bit integer, f an f32."""
 
 Grid = tuple[int, int, int]
@@ -33,7 +37,7 @@ Grid = tuple[int, int, int]
 
 def kernel_formats() -> dict[str, str]:
     """Every kernel of the image, with the format of its arguments."""
-    formats = {"kv_write": WRITE_FORMAT}
+    formats = {"kv_write": WRITE_FORMAT, "kv_tables": TABLES_FORMAT}
     for head_size in HEAD_SIZES:
         formats[f"kv_attend_{head_size}"] = ATTEND_FORMAT
         formats[f"kv_fold_{head_size}"] = FOLD_FORMAT
@@ -75,3 +79,12 @@ def fold_grid(rows: int, q_heads: int) -> Grid:
 
 def write_grid(rows: int, values: int) -> Grid:
     return -(-rows * -(-values // 32) // WRITE_THREADS), 2, 1
+
+
+def tables_grid(words: int) -> Grid:
+    return min(TABLES_BLOCKS_MAX, -(-words // TABLES_THREADS)), 1, 1
+
+
+def tables_bytes(words: int, scattered: bool) -> int:
+    """Host memory that a launch of ``kv_tables`` reads."""
+    return words * (TABLES_WORD_BYTES + 4 * scattered)

@@ -17,6 +17,20 @@ kv_write(const float *k_source, const float *v_source, const u64 *k_rows, const 
 }
 SIM_KERNEL(kv_write)
 
+// Reads host memory that is page-locked, so it waits for no copy. All words are on their way at once: over the link a
+// load takes a microsecond.
+extern "C" __global__ void __launch_bounds__(256)
+kv_tables(const float *from, float *to, int words, int scattered) {
+    const int *places = reinterpret_cast<const int *>(from + 4 * size_t(words));
+    const int stride = int(gridDim.x * blockDim.x);
+    for (int word = int(blockIdx.x * blockDim.x + threadIdx.x); word < words; word += stride) {
+        const Four got = load_four(from + 4 * size_t(word));
+        store_four(to + 4 * size_t(scattered ? places[word] : word), got.at[0], got.at[1], got.at[2], got.at[3]);
+    }
+}
+SIM_KERNEL(kv_tables)
+SIM_SOURCE(kv_tables, from, size_t(words) * (scattered ? 20 : 16), const float *from, float *, int words, int scattered)
+
 #define HEAD_SIZE(D)                                                                                                    \
     extern "C" __global__ void __launch_bounds__(Shape<D>::THREADS, 512 / Shape<D>::THREADS)                            \
     kv_attend_##D(const float *q, const u64 *k_pages, const u64 *v_pages, const int *entries, const int *positions,     \

@@ -8,6 +8,7 @@
 #include <math_constants.h>
 
 #define SIM_KERNEL(name)
+#define SIM_SOURCE(name, from, bytes, ...)  // the host memory that a launch reads, told to the simulated driver
 #define SHARED(T, name, count) __shared__ T name[count]
 #define DYN_SHARED(T, name)                            \
     extern __shared__ __align__(16) char name##_raw[]; \

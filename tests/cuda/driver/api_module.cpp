@@ -173,6 +173,14 @@ CUresult cuLaunchKernel(CUfunction handle, unsigned gx, unsigned gy, unsigned gz
     op->args.assign(p, p + bytes);
     launch.seed = (state().seed + 1) * 0x9E3779B97F4A7C15ull ^ state().ops;  // the same under every policy
     op->body = [function, launch](Op &self) { run_kernel(self, function, launch); };
+    if (function->source) {
+        uint64_t size = 0;
+        function->source(op->args.data(), &op->reads.begin, &size);
+        op->reads.end = op->reads.begin + size;
+        Alloc *alloc = covering(op->reads);
+        op->hashed = alloc && alloc->kind == Memory::Pinned;
+        if (op->hashed) op->hash = hash_bytes(op->reads.begin, op->reads.size());
+    }
     count("launches");
     count("launch:" + function->name);
     enqueue(op, double(setting(kKernelNs)), 2);

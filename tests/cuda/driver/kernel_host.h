@@ -42,6 +42,11 @@ struct dim3 {
 
 namespace sim {
 
+struct Source {
+    uintptr_t at;
+    size_t size;
+};
+
 template <class... A>
 struct Packed {  // C order, natural alignment, no padding at the end: as PyCUDA packs them
     static constexpr size_t offset(size_t which) {
@@ -62,6 +67,14 @@ struct Packed {  // C order, natural alignment, no padding at the end: as PyCUDA
     static void enter(const void *args) {
         call<KERNEL>(static_cast<const char *>(args), std::index_sequence_for<A...>());
     }
+    template <Source (*READS)(A...), size_t... I>
+    static Source ask_for(const char *args, std::index_sequence<I...>) {
+        return READS(*reinterpret_cast<const A *>(args + offset(I))...);
+    }
+    template <Source (*READS)(A...)>
+    static Source ask(const void *args) {
+        return ask_for<READS>(static_cast<const char *>(args), std::index_sequence_for<A...>());
+    }
 };
 template <class... A>
 Packed<A...> packed(void (*)(A...));
@@ -73,6 +86,15 @@ Packed<A...> packed(void (*)(A...));
     SIM_EXPORT const uint32_t sim_params_##name = decltype(sim::packed(name))::size; \
     SIM_EXPORT void sim_kernel_##name(const SimLaunch *launch) {                    \
         sim::run_grid(launch, decltype(sim::packed(name))::enter<name>);            \
+    }
+
+// The host memory that a launch reads, out of its arguments: the driver then sees when the host changes it too early.
+#define SIM_SOURCE(name, from, bytes, ...)                                                                       \
+    static sim::Source name##_reads(__VA_ARGS__) { return {reinterpret_cast<uintptr_t>(from), size_t(bytes)}; } \
+    SIM_EXPORT void sim_source_##name(const void *args, uintptr_t *at, uint64_t *size) {                        \
+        const sim::Source source = decltype(sim::packed(name))::ask<name##_reads>(args);                        \
+        *at = source.at;                                                                                         \
+        *size = source.size;                                                                                     \
     }
 
 // --- what port.cuh gives -----------------------------------------------------------------------------------------------

@@ -145,6 +145,7 @@ CUresult find_function(Module *module, const char *name, Function **function) {
         made->name = name;
         made->call = reinterpret_cast<SimKernel>(call);
         made->params = *params;
+        made->source = reinterpret_cast<SimSource>(symbol("sim_source_"));
         if (auto shared = static_cast<const uint32_t *>(symbol("sim_static_shared_"))) made->static_shared = *shared;
         known = module->functions.emplace(name, std::move(made)).first;
         state().functions.insert(known->second.get());

@@ -10,6 +10,8 @@
 //   void sim_kernel_<name>(const SimLaunch *)      the trampoline of a kernel: returns when the whole grid has run
 //   const uint32_t sim_params_<name>               bytes of the packed arguments, without padding at the end
 //   const uint32_t sim_static_shared_<name>        optional: bytes of static shared memory (limits, attributes)
+//   void sim_source_<name>(args, at, bytes)        optional: the pinned memory that a launch with these arguments reads,
+//                                                  so that it is hashed as the source of a copy is
 //   const char *sim_fault(void)                    optional: what went wrong in the last launch, or null. Read once
 //                                                  after each launch that returned; it makes the context's error sticky.
 //
@@ -55,4 +57,5 @@ typedef struct SimLaunch {
 
 typedef int (*SimAttach)(const SimHost *host);
 typedef void (*SimKernel)(const SimLaunch *launch);
+typedef void (*SimSource)(const void *args, uintptr_t *at, uint64_t *bytes);
 typedef const char *(*SimFault)(void);

@@ -133,6 +133,7 @@ struct Function {
     Module *module = nullptr;
     std::string name;
     SimKernel call = nullptr;
+    SimSource source = nullptr;
     uint32_t params = 0, static_shared = 0;
     int dynamic_shared_max = 48 * 1024;
 };
