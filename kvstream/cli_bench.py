@@ -145,9 +145,9 @@ class Tokens(click.ParamType[int]):
         return int(found[1]) * {"": 1, "k": 1024, "m": 1024**2}[found[2].lower()]
 
 
-@click.command(short_help="Simulate KV streaming over growing contexts.")
-@click.option("--simulate", metavar="CARD|FILE", help="rtx-5070-ti, rtx-5060-ti, h200, or a JSON file of a card's "
-              "constants. Required: nothing is measured on a GPU yet.")
+@click.command(short_help="KV streaming over growing contexts, measured or simulated.")
+@click.option("--simulate", metavar="CARD|FILE", help="Instead of measuring on this machine's GPU: rtx-5070-ti, "
+              "rtx-5060-ti, h200, or a JSON file of a card's constants.")
 @click.option("--model-geometry", metavar="MODEL|FILE", default="qwen3.8-27b", show_default=True,
               help="qwen3.8-27b, llama-3.1-8b, smollm2-135m, or a JSON file of a model's shape.")
 @click.option("--max-context", metavar="N", type=Tokens(), required=True, help="Prompt and answer at most, e.g. 192K.")
@@ -159,47 +159,73 @@ class Tokens(click.ParamType[int]):
               help="Tokens of the prompt per step.")
 @click.option("--pool-mib", metavar="N|auto|published", default="auto", show_default=True,
               help="Device memory for KV and workspaces: a size, the largest that is left and of use, or that with "
-                   "which the card's published figures were taken.")
+                   "which the simulated card's published figures were taken.")
 @click.option("--margin-mib", metavar="N", type=click.FloatRange(0), default=64.0, show_default=True,
               help="What `auto` leaves free.")
+@click.option("--baseline", metavar="NAME,...", default="", help="Decode also without streaming, to compare: "
+              "all-resident (if it fits), host-only (no page stays on the device), managed (CUDA moves the pages).")
 @click.option("--cache-type-k", metavar="TYPE", default="q8_0", show_default=True, help="KV type of K.")
 @click.option("--cache-type-v", metavar="TYPE", default="q4_0", show_default=True, help="KV type of V.")
 @click.option("--page-tokens", metavar="N", type=int, default=256, show_default=True, help="Tokens of a page.")
+@click.option("--pool-step-mib", metavar="N", type=click.IntRange(1, 4096), default=32, show_default=True,
+              help="GPU: how finely `auto` looks for the largest pool.")
+@click.option("--reserve-mib", metavar="N|model", default="model", show_default=True,
+              help="GPU: memory taken in the place of a model, or as much as its weights and state would take.")
+@click.option("--other-ms", metavar="MS[,MS]|CARD", default="0", show_default=True,
+              help="GPU: keep it busy for so long per token [and per micro-batch] in the place of the model between "
+                   "the attentions; of a card: as its profile says. With 0 times are those of KV alone.")
+@click.option("--full-prefill", is_flag=True, help="GPU: run all of each prompt, not four places of it.")
 @click.option("--output", metavar="DIR", type=click.Path(file_okay=False, path_type=Path),
               help="Folder of the results; one that has some is continued. [default: a new one]")
 @click.pass_context
 def kv(ctx: click.Context, /, **given: Any) -> None:
-    """Simulate KV streaming over growing contexts.
+    """KV streaming over growing contexts, measured or simulated.
 
-    The policy and the transfers of kvstream/cuda, in virtual time, with a card's constants: how fast a context is
-    decoded whose KV is larger than the device memory left for it. Writes results.csv, results.jsonl and
-    kv-stream-sweep.png and .svg after every point; the same --output again goes on where it stopped. Exit codes: 0
-    done; 2 wrong options; 130 stopped by Ctrl-C, which leaves what there is.
+    How fast a context is decoded whose KV is larger than the device memory left for it. Measured on this machine's GPU
+    with kvstream/cuda, or, with --simulate, its policy and transfers in virtual time with a card's constants; every
+    row says which. Writes results.csv, results.jsonl and kv-stream-sweep.png and .svg (with the extra `plots`) after
+    every point; the same --output again goes on where it stopped. Exit codes: 0 done; 1 a context did not fit or
+    failed on the GPU; 2 wrong options, or no GPU; 130 stopped by Ctrl-C, which leaves what there is.
     """
-    from .bench.plots import check_available
-
-    check_available("bench kv")  # and with it comes numpy, which everything below needs
+    if given["simulate"] is not None:
+        for name in ("pool_step_mib", "reserve_mib", "other_ms", "full_prefill"):
+            if ctx.get_parameter_source(name) is click.core.ParameterSource.COMMANDLINE:
+                flag = f"--{name.replace('_', '-')}"
+                raise click.UsageError(f"{flag} is for a GPU and has no meaning with --simulate", ctx)
+    sweep = sweep_of(given)
     from .bench.kv import run_sweep
 
-    ctx.exit(run_sweep(sweep_of(given)))
+    ctx.exit(run_sweep(sweep))
 
 
 def sweep_of(given: dict[str, Any]) -> Sweep:
     """*Errors*: ConfigError."""
-    from .bench.kv import Sweep, model_of, profile_of
-    from .bench.kvmodel import PROFILES
-    from .bench.kvsim import PUBLISHED, Setup
-    from .cuda.types import KVType
-
-    if given["simulate"] is None:
-        raise ConfigError(f"nothing is measured on a GPU yet: name a card with --simulate, {', '.join(PROFILES)}")
-    pool = given["pool_mib"]
-    if pool not in ("auto", PUBLISHED) and not re.fullmatch(r"[1-9][0-9]{0,6}", pool):
+    pool, reserve = given["pool_mib"], given["reserve_mib"]
+    if pool not in ("auto", "published") and not re.fullmatch(r"[1-9][0-9]{0,6}", pool):
         raise ConfigError(f"--pool-mib is a number of MiB, auto or published, not {pool!r}")
+    if pool == "published" and given["simulate"] is None:
+        raise ConfigError("--pool-mib published is for a card that is named with --simulate")
+    if reserve != "model" and not re.fullmatch(r"[0-9]{1,7}", reserve):
+        raise ConfigError(f"--reserve-mib is a number of MiB or model, not {reserve!r}")
+    try:
+        from .bench.kv import Sweep, baselines_of, model_of, other_ms_of, profile_of
+        from .bench.kvpoint import Setup
+        from .cuda.types import KVType
+    except ImportError as error:
+        if error.name != "numpy":
+            raise
+        raise ConfigError("bench kv needs numpy: pip install '.[plots]' (kvstream[plots]) brings it, and the "
+                          "pictures") from error
+
+    model = model_of(given["model_geometry"])
+    other_ms, other_prefill_ms = other_ms_of(given["other_ms"], model, given["ubatch_size"])
     setup = Setup(
-        profile_of(given["simulate"]), model_of(given["model_geometry"]), KVType.of(given["cache_type_k"]),
+        None if given["simulate"] is None else profile_of(given["simulate"]), model, KVType.of(given["cache_type_k"]),
         KVType.of(given["cache_type_v"]), given["page_tokens"], given["decode_tokens"], given["ubatch_size"],
-        pool_mib=None if pool == "auto" else pool if pool == PUBLISHED else int(pool), margin_mib=given["margin_mib"])
+        pool_mib=None if pool == "auto" else pool if pool == "published" else int(pool),
+        margin_mib=given["margin_mib"], baselines=baselines_of(given["baseline"]), pool_step_mib=given["pool_step_mib"],
+        reserve_mib=None if reserve == "model" else float(reserve), other_ms=other_ms,
+        other_prefill_ms=other_prefill_ms, full_prefill=given["full_prefill"])
     return Sweep(setup, given["max_context"], given["min_context"], given["step"], given["output"])
 
 

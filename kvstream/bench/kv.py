@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -14,12 +14,15 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from ..errors import ConfigError
+from ..errors import ConfigError, DeviceError, StepError
 from . import kvplot
 from .kvfiles import read_points, write_points
+from .kvgpu import About, Machine, about
+from .kvmeasure import measure
 from .kvmodel import MODELS, PROFILES, Model, Profile, model_from, profile_from
-from .kvsim import Point, Setup, Told, simulate
-from .result import EXIT_SERVED, EXIT_STOPPED
+from .kvpoint import BASELINES, SIMULATED, Point, Setup, Told
+from .kvsim import simulate
+from .result import EXIT_NOTHING, EXIT_SERVED, EXIT_STOPPED
 
 
 @frozen
@@ -36,61 +39,97 @@ class Sweep:
     def prompts(self) -> list[int]:
         last = self.context_max - self.setup.decode_tokens
         regular = range(-(-self.context_min // self.step) * self.step, last, self.step)
-        published = (point.context for point in self.setup.profile.published)
+        profile = self.setup.profile
+        published = [point.context for point in profile.published] if profile is not None else []
         return sorted({*regular, last, *(context for context in published if self.context_min <= context <= last)})
 
-    def settings(self) -> dict[str, Any]:
-        """What a point's figures depend on, and nothing else: more points may be added to a folder."""
-        setup = self.setup
-        settings: dict[str, Any] = json.loads(json.dumps({  # as it will be read again: tuples are lists there
-            "simulated": asdict(setup.profile), "model": asdict(setup.model), "k_type": str(setup.k_type),
-            "v_type": str(setup.v_type), "page_tokens": setup.page_tokens, "decode_tokens": setup.decode_tokens,
-            "ubatch_tokens": setup.ubatch_tokens, "pool_mib": setup.pool_mib, "margin_mib": setup.margin_mib}))
+    def settings(self, known: About | None) -> dict[str, Any]:
+        """What a point's figures depend on, and nothing else: more points may be added to a folder. ``known``: the
+        device, where there is one."""
+        setup = asdict(self.setup, value_serializer=lambda _, field, value: (
+            str(value) if field is not None and field.name in ("k_type", "v_type") else value))
+        profile = setup.pop("profile")
+        measured = {name: setup.pop(name) for name in (
+            "pool_step_mib", "reserve_mib", "other_ms", "other_prefill_ms", "full_prefill")}
+        if known is None:
+            setup |= {"source": SIMULATED, "card": profile}
+        else:
+            setup |= {"source": known.source, "device": asdict(known)} | measured
+        settings: dict[str, Any] = json.loads(json.dumps(setup))  # as it will be read again: tuples are lists there
         return settings
 
 
-def run_sweep(sweep: Sweep) -> int:
-    """Simulate what is missing, write the files after each point, show the table. The exit code: 0, or 130 when it was
-    stopped by Ctrl-C.
+def run_sweep(sweep: Sweep, machine: Machine | None = None) -> int:
+    """Simulate or measure what is missing, write the files after each point, show the table. The exit code: 0, 1 when
+    there was a context that could not be measured, 130 when it was stopped by Ctrl-C.
 
-    *Errors*: ConfigError, also for a pool in which a context has no room; the points before it are written.
+    *Errors*: ConfigError, also without a GPU where one is needed, and for a simulated pool in which a context has no
+    room; the points before it are written.
     """
-    if sweep.context_max - sweep.setup.decode_tokens < max(1, sweep.context_min):
+    setup = sweep.setup
+    if sweep.context_max - setup.decode_tokens < max(1, sweep.context_min):
         raise ConfigError(f"a context of {sweep.context_max} tokens has no room for a prompt of {sweep.context_min} "
-                          f"and {sweep.setup.decode_tokens} more")
+                          f"and {setup.decode_tokens} more")
+    machine = machine or Machine()
+    known = about(machine, setup) if setup.profile is None else None
     folder = sweep.output or Path(time.strftime("kv-bench-%Y%m%d-%H%M%S"))
-    settings = sweep.settings()
-    done = {point.prompt_tokens: point for point in read_points(folder, settings)}
+    done = {point.prompt_tokens: point for point in read_points(folder, sweep.settings(known))}
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise ConfigError(f"{folder} cannot be made: {error.strerror}") from error
-    missing = [prompt for prompt in sweep.prompts() if prompt not in done]
+    failures: dict[int, str] = {}
     code = EXIT_SERVED
     try:
-        with _progress(len(missing)) as (say, told):
-            if done:
-                say(f"{folder} has {len(done)} points already")
-            for number, prompt in enumerate(missing):
-                point = simulate(sweep.setup, prompt, told(prompt, number))
-                done[prompt] = point
-                points = [done[prompt] for prompt in sorted(done)]
-                write_points(folder, settings, points)
-                kvplot.write_pictures(folder, points, sweep.setup)
-                say(line_of(point))
+        _run_missing(sweep, machine, known, folder, done, failures)
     except KeyboardInterrupt:
         code = EXIT_STOPPED
-    show(sweep, [done[prompt] for prompt in sorted(done)], folder, partial=code == EXIT_STOPPED)
-    return code
+    show(sweep, known, [done[prompt] for prompt in sorted(done)], folder, partial=code == EXIT_STOPPED)
+    return code or (EXIT_NOTHING if failures else EXIT_SERVED)
+
+
+def _run_missing(sweep: Sweep, machine: Machine, known: About | None, folder: Path, done: dict[int, Point],
+                 failures: dict[int, str]) -> None:
+    """Adds to ``done`` and ``failures``."""
+    missing = [prompt for prompt in sweep.prompts() if prompt not in done]
+    settings = sweep.settings(known)
+    with _progress(len(missing), "simulating" if known is None else "measuring") as (say, told):
+        if done:
+            say(f"{folder} has {len(done)} points already")
+        pictures = kvplot.lacking()
+        if pictures is not None:
+            say(pictures)
+        for number, prompt in enumerate(missing):
+            try:
+                point = _point_of(sweep.setup, machine, known, prompt, told(prompt, number), say)
+            except StepError:
+                raise  # a mistake of ours
+            except DeviceError as error:
+                failures[prompt] = error.message
+                say(f"{prompt:>9,} tokens: not measured: {error.message}")
+            else:
+                done[prompt] = point
+                say(line_of(point))
+            points = [done[prompt] for prompt in sorted(done)]
+            write_points(folder, settings, points, failures)
+            if points and pictures is None:
+                kvplot.write_pictures(folder, points, sweep.setup)
+
+
+def _point_of(setup: Setup, machine: Machine, known: About | None, prompt: int, told: Told,
+              say: Callable[[str], None]) -> Point:
+    if known is None:
+        return simulate(setup, prompt, told)
+    return measure(machine, known, setup, prompt, told, say)
 
 
 @contextmanager
-def _progress(points: int) -> Iterator[tuple[Any, Any]]:
+def _progress(points: int, doing: str) -> Iterator[tuple[Any, Any]]:
     """(say, told): print a line; a callback for the tokens of one point. A bar on a terminal, lines elsewhere."""
     console = Console(stderr=True)
     bar = Progress(TextColumn("{task.description}", markup=False), BarColumn(bar_width=30), TimeElapsedColumn(),
                    console=console, transient=True, disable=not console.is_terminal)
-    task = bar.add_task("simulating", total=max(1, points))
+    task = bar.add_task(doing, total=max(1, points))
 
     def say(text: str) -> None:
         bar.console.print(text, markup=False, highlight=False, soft_wrap=True)
@@ -109,27 +148,37 @@ def line_of(point: Point) -> str:
             f"pool {point.pool_mib:,} MiB, {point.h2d_mib_per_token:,.1f} MiB copied per token")
 
 
-def show(sweep: Sweep, points: list[Point], folder: Path, partial: bool) -> None:
-    console = Console(width=None if Console().is_terminal else 120)
-    console.print(("PARTIAL: " if partial else "") + kvplot.title(sweep.setup), markup=False, highlight=False)
+def show(sweep: Sweep, known: About | None, points: list[Point], folder: Path, partial: bool) -> None:
+    baselines = [name for name in BASELINES if name in sweep.setup.baselines]
+    console = Console(width=None if Console().is_terminal else 120 + 13 * len(baselines))
+    title = kvplot.title(sweep.setup, known.name if known else "", known.source if known else SIMULATED)
+    console.print(("PARTIAL: " if partial else "") + title, markup=False, highlight=False)
     table = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0), header_style="bold")
-    names = ("prompt", "pool MiB", "resident", "ring", "MiB/token", "compute ms", "copy ms", "exposed", "overlap",
-             "prefill/s", "decode/s", "published", "ratio")
-    for name in names:
+    names = ["prompt", "pool MiB", "resident", "ring", "MiB/token", "compute ms", "copy ms", "exposed", "overlap",
+             "prefill/s", "decode/s", *baselines]
+    published = any(point.published_decode_tps is not None for point in points)
+    for name in [*names, "published", "ratio"] if published else names:
         table.add_column(name, justify="right", no_wrap=True)
     for point in points:
-        published = point.published_decode_tps
+        theirs = point.published_decode_tps
         table.add_row(
             f"{point.prompt_tokens:,}", f"{point.pool_mib:,}", str(point.stream_min_resident_pages),
             str(point.stream_max_ring_slots), f"{point.h2d_mib_per_token:,.1f}", f"{point.compute_ms:.2f}",
             f"{point.copy_ms:.2f}", f"{point.exposed_ms:.2f}", f"{point.overlap_pct:.0f}%", f"{point.prefill_tps:,.0f}",
-            f"{point.decode_tps:.2f}", "" if published is None else f"{published:.2f}",
-            "" if published is None else f"{point.decode_tps / published:.3f}")
+            f"{point.decode_tps:.2f}",
+            *(_figure(getattr(point, name.replace("-", "_") + "_decode_tps")) for name in baselines),
+            *((_figure(theirs), "" if theirs is None else f"{point.decode_tps / theirs:.3f}") if published else ()))
     console.print(table)
+    if points and points[-1].notes:  # the column has those of all
+        console.print(f"last point: {points[-1].notes}", markup=False, highlight=False)
     console.print(f"written to {folder}", markup=False, highlight=False)
 
 
-# --- what to simulate -------------------------------------------------------------------------------------------------
+def _figure(value: float | None) -> str:
+    return "" if value is None else f"{value:.2f}"
+
+
+# --- what is asked ----------------------------------------------------------------------------------------------------
 
 
 def profile_of(name: str) -> Profile:
@@ -140,6 +189,31 @@ def profile_of(name: str) -> Profile:
 def model_of(name: str) -> Model:
     """A model's shape by name or from a JSON file. *Errors*: ConfigError."""
     return MODELS[name] if name in MODELS else model_from(*_from_file(name, "model", MODELS))
+
+
+def baselines_of(text: str) -> tuple[str, ...]:
+    """Names with commas between them, in the order of ``BASELINES``. *Errors*: ConfigError."""
+    names = [name.strip() for name in text.split(",") if name.strip()]
+    for name in names:
+        if name not in BASELINES:
+            raise ConfigError(f"there is no baseline {name!r}; there are {', '.join(BASELINES)}")
+    return tuple(name for name in BASELINES if name in names)
+
+
+def other_ms_of(text: str, model: Model, ubatch_tokens: int) -> tuple[float, float]:
+    """Per token and per micro-batch, both without attention: numbers, or what a card's profile says.
+    *Errors*: ConfigError."""
+    if text in PROFILES:
+        profile = PROFILES[text]
+        return profile.decode_ms(model), profile.prefill_step_ms(model, ubatch_tokens, 0)[0]
+    try:
+        per_token, *more = (float(part) for part in text.split(","))
+        if len(more) > 1 or not all(0 <= value < 60_000 for value in (per_token, *more)):
+            raise ValueError
+    except ValueError:
+        raise ConfigError(f"--other-ms is one or two numbers of ms, or a card ({', '.join(PROFILES)}), "
+                          f"not {text!r}") from None
+    return per_token, more[0] if more else 0.0
 
 
 def _from_file(name: str, what: str, known: Any) -> tuple[Any, str]:

@@ -11,14 +11,15 @@ import io
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from attrs import asdict, fields
 
 from ..errors import ConfigError
-from .kvsim import Point
+from .kvpoint import Point
 
-FORMAT = 1
+FORMAT = 2
 RESULTS, TABLE = "results.jsonl", "results.csv"
 COLUMNS = tuple(attribute.name for attribute in fields(Point))
 
@@ -54,9 +55,12 @@ def read_points(folder: Path, settings: Settings) -> list[Point]:
     return points
 
 
-def write_points(folder: Path, settings: Settings, points: Sequence[Point]) -> None:
+def write_points(folder: Path, settings: Settings, points: Sequence[Point],
+                 failures: Mapping[int, str] = MappingProxyType({})) -> None:
+    """``failures``: prompts for which there is no point, and why. They are tried again when the sweep is continued."""
     records: list[dict[str, Any]] = [{"kind": "metadata", "format": FORMAT, "settings": dict(settings)}]
     records += [{"kind": "measurement", "point": asdict(point)} for point in points]
+    records += [{"kind": "point_failure", "prompt_tokens": prompt, "why": why} for prompt, why in failures.items()]
     lines = [json.dumps(record, allow_nan=False) + "\n" for record in records]
     replace(folder / RESULTS, "".join(lines).encode())
     replace(folder / TABLE, csv_of(points).encode())

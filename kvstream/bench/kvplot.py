@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from .kvfiles import replace
-from .kvsim import Point, Setup
+from .kvpoint import Point, Setup
 from .plots import COLOURS
 
 PICTURES = ("kv-stream-sweep.png", "kv-stream-sweep.svg")
@@ -16,8 +16,17 @@ BLUE, RED, GREEN, PINK, ORANGE, SKY = COLOURS
 K = 1024
 
 
+def lacking() -> str | None:
+    """What to tell when no pictures can be drawn; None: they can."""
+    try:
+        import matplotlib  # noqa: F401
+    except ImportError:
+        return "no pictures without matplotlib: pip install '.[plots]' (kvstream[plots])"
+    return None
+
+
 def write_pictures(folder: Path, points: Sequence[Point], setup: Setup) -> None:
-    """*Errors*: ImportError without matplotlib; asked for before the sweep."""
+    """*Errors*: ImportError without matplotlib: see ``lacking``."""
     import matplotlib
     from matplotlib.figure import Figure
 
@@ -36,7 +45,7 @@ def write_pictures(folder: Path, points: Sequence[Point], setup: Setup) -> None:
             one.set_ylim(bottom=0)
             one.grid(alpha=0.3)
             one.legend(fontsize=8)
-        figure.suptitle(title(setup), fontsize=11, wrap=True)
+        figure.suptitle(title(setup, points[0].device, points[0].source), fontsize=11, wrap=True)
         for name in PICTURES:
             out = io.BytesIO()
             kind = name.rpartition(".")[2]
@@ -44,14 +53,21 @@ def write_pictures(folder: Path, points: Sequence[Point], setup: Setup) -> None:
             replace(folder / name, out.getvalue())
 
 
-def title(setup: Setup) -> str:
-    return (f"KV streaming, SIMULATED: {setup.profile.name} ({setup.profile.basis}), {setup.model.name}, "
-            f"K {setup.k_type}, V {setup.v_type}, micro-batches of {setup.ubatch_tokens}")
+def title(setup: Setup, device: str, source: str) -> str:
+    """``device``: what was measured on; nothing for a simulation."""
+    model = f"{setup.model.name}, K {setup.k_type}, V {setup.v_type}, micro-batches of {setup.ubatch_tokens}"
+    if setup.profile is not None:
+        return f"KV streaming, SIMULATED: {setup.profile.name} ({setup.profile.basis}), {model}"
+    alone = f", {setup.other_ms:g} ms of other work per token" if setup.other_ms > 0 else ", KV ALONE without a model"
+    return f"KV streaming, {source.upper()} on {device}: {model}{alone}"
 
 
 def _line(axes: Any, contexts: Sequence[float], points: Sequence[Point], name: str, words: str, **style: Any) -> None:
-    values = [getattr(point, name) for point in points]
-    axes.plot(contexts, values, **{"marker": ".", "label": words, **style})
+    """Points that have no such figure are left out, and a line without points too."""
+    known = [(context, value) for context, point in zip(contexts, points, strict=True)
+             if (value := getattr(point, name)) is not None]
+    if known:
+        axes.plot(*zip(*known, strict=True), **{"marker": ".", "label": words, **style})
 
 
 def _dots(axes: Any, points: Sequence[Point], name: str) -> None:
@@ -63,13 +79,17 @@ def _dots(axes: Any, points: Sequence[Point], name: str) -> None:
 def _decode(axes: Any, contexts: Sequence[float], points: Sequence[Point]) -> None:
     _line(axes, contexts, points, "baseline_decode_tps", "if everything were resident", color="grey", linestyle="--",
           marker="")
-    _line(axes, contexts, points, "decode_tps", "simulated", color=BLUE)
+    for name, words, colour in (
+            ("all_resident_decode_tps", "all resident", GREEN), ("host_only_decode_tps", "no page resident", ORANGE),
+            ("managed_decode_tps", "managed memory", PINK)):
+        _line(axes, contexts, points, name, words, color=colour, linewidth=1)
+    _line(axes, contexts, points, "decode_tps", points[0].source, color=BLUE)
     _dots(axes, points, "published_decode_tps")
     axes.set(ylabel="decode (tokens/s)")
 
 
 def _prefill(axes: Any, contexts: Sequence[float], points: Sequence[Point]) -> None:
-    _line(axes, contexts, points, "prefill_tps", "simulated", color=BLUE)
+    _line(axes, contexts, points, "prefill_tps", points[0].source, color=BLUE)
     _dots(axes, points, "published_prefill_tps")
     axes.set(ylabel="prefill (tokens/s)")
 

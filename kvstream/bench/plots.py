@@ -15,12 +15,12 @@ MEASURES = (("ttft", "time to first token"), ("e2e", "whole answer"))
 COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9")  # told apart also by the colour-blind
 
 
-def check_available(what: str = "--plot") -> None:
+def check_available() -> None:
     """*Errors*: ConfigError that says what to install. Asked before a run, not after it."""
     try:
         import matplotlib  # noqa: F401
     except ImportError as error:
-        raise ConfigError(f"{what} needs matplotlib: pip install matplotlib") from error
+        raise ConfigError("--plot needs matplotlib: pip install '.[plots]' (kvstream[plots])") from error
 
 
 def write_plot(result: Result, file: Path) -> None:

@@ -177,15 +177,15 @@ class PyCudaDevice:
     """A CUDA device through PyCUDA. Make it, use it and close it on one thread.
 
     ``image`` is a module the driver can load, the packaged one unless given; ``formats`` the kernels in it, with the
-    letters of their arguments. ``managed_weights`` permits ``managed``, which nothing else uses: KV
-    is never managed memory, because the driver would move it when it likes.
+    letters of their arguments. ``allow_managed`` permits ``managed``, which nothing else uses: KV
+    is never managed memory, because the driver would move it when it likes, except where just that is measured.
     *Errors*: ``DeviceError`` when PyCUDA, a GPU, the image or a kernel in it is missing.
     """
 
     def __init__(self, image: bytes | None = None, *, formats: Mapping[str, str] | None = None, ordinal: int = 0,
-                 managed_weights: bool = False) -> None:
+                 allow_managed: bool = False) -> None:
         self._thread = threading.get_ident()
-        self._managed_allowed = managed_weights
+        self._managed_allowed = allow_managed
         self._allocations: dict[int, Any] = {}
         self._arrays: list[Any] = []
         self._streams: list[Stream] = []
@@ -256,14 +256,16 @@ class PyCudaDevice:
         return self._pinned.check(array)
 
     def managed(self, size: int) -> Bytes:
-        """Managed memory, for weights only and only when it was asked for; its address is the array's own."""
+        """Managed memory: what CUDA moves between host and device by itself, of which there may be more than the device
+        has. Only when it was asked for. On the device its address is the array's own, and ``free`` takes that back; the
+        host must not touch it while anything runs."""
         self._here()
         if not self._managed_allowed:
             raise DeviceError("managed memory was not asked for when the device was opened")
         driver = self._driver
         with _translated(driver, f"allocate {size} bytes of managed memory"):
             array: Bytes = driver.managed_empty((size,), "u1", mem_flags=driver.mem_attach_flags.GLOBAL)
-        self._arrays.append(array)
+        self._allocations[address_of(array)] = array.base
         return array
 
     def stream(self, name: str) -> Stream:

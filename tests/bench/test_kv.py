@@ -17,7 +17,8 @@ from kvstream import cli
 from kvstream.bench import kv, kvplot
 from kvstream.bench.kvfiles import COLUMNS, RESULTS, TABLE
 from kvstream.bench.kvmodel import MODELS, PROFILES
-from kvstream.bench.kvsim import Point, Setup, Told, layout_of, simulate
+from kvstream.bench.kvpoint import Point, Setup, Told
+from kvstream.bench.kvsim import layout_of, simulate
 
 ARGUMENTS = ("--simulate=rtx-5070-ti", "--max-context=24K", "--pool-mib=256", "--decode-tokens=64", "--output=out")
 PROMPTS = [8192, 16384, 24576 - 64]
@@ -82,7 +83,8 @@ def test_a_sweep_and_its_folder(folder: Path) -> None:
     assert b"SIMULATED" in (folder / kvplot.PICTURES[1]).read_bytes() or b"<svg" in (
         folder / kvplot.PICTURES[1]).read_bytes()
     about, *points = [json.loads(line) for line in (folder / RESULTS).read_text("utf-8").splitlines()]
-    assert about["settings"]["simulated"]["name"] == "rtx-5070-ti" and len(points) == 3
+    assert about["settings"]["card"]["name"] == "rtx-5070-ti" and len(points) == 3
+    assert {row["source"] for row in rows(folder)} == {about["settings"]["source"]} == {"simulated"}
     for prompt in PROMPTS:
         assert f"{prompt:,}" in done.output
     assert "SIMULATED" in done.output and "written to out" in done.output
@@ -117,7 +119,7 @@ def test_a_finished_sweep_is_not_run_again_and_may_be_extended(folder: Path, dra
 
 @pytest.mark.parametrize(("flag", "words"), [
     ("--pool-mib=320", "pool_mib was 256 and is 320"), ("--cache-type-v=q8_0", "v_type was 'q4_0' and is 'q8_0'"),
-    ("--simulate=rtx-5060-ti", "simulated was"), ("--model-geometry=llama-3.1-8b", "model was"),
+    ("--simulate=rtx-5060-ti", "card was"), ("--model-geometry=llama-3.1-8b", "model was"),
     ("--ubatch-size=256", "ubatch_tokens was 512 and is 256"), ("--decode-tokens=32", "decode_tokens was 64")])
 def test_results_of_other_settings_are_not_continued(folder: Path, drawn: list[int], flag: str, words: str) -> None:
     assert invoke(*ARGUMENTS, "--max-context=9K").exit_code == 0
@@ -148,7 +150,13 @@ def test_a_card_and_a_model_from_files(folder: Path, drawn: list[int]) -> None:
 
 
 @pytest.mark.parametrize(("arguments", "words"), [
-    (("--max-context=24K",), "name a card with --simulate"),
+    (("--pool-mib=published",), "for a card that is named with --simulate"),
+    (("--reserve-mib=some",), "a number of MiB or model"),
+    (("--other-ms=1,2,3",), "one or two numbers of ms, or a card"),
+    (("--other-ms=-1",), "one or two numbers of ms, or a card"),
+    (("--baseline=all-resident,best",), "no baseline 'best'; there are all-resident, host-only, managed"),
+    (("--simulate=h200", "--full-prefill"), "--full-prefill is for a GPU"),
+    (("--simulate=h200", "--other-ms=3"), "--other-ms is for a GPU"),
     (("--simulate=rtx-9",), "no card 'rtx-9' and no such file"),
     (("--simulate=h200", "--model-geometry=gpt"), "no model 'gpt' and no such file"),
     (("--simulate=h200", "--cache-type-k=q2"), "q2"),
@@ -163,6 +171,7 @@ def test_a_card_and_a_model_from_files(folder: Path, drawn: list[int]) -> None:
 def test_wrong_flags(folder: Path, drawn: list[int], arguments: tuple[str, ...], words: str) -> None:
     more = () if any(argument.startswith("--max-context") for argument in arguments) else ("--max-context=24K",)
     done = invoke(*arguments, *more, "--output=out")
+    assert "GPU, and there is none" not in done.output, "options are checked first"
     assert done.exit_code == 2 and words in done.output, done.output
     assert not (folder / RESULTS).exists()
 
@@ -172,10 +181,22 @@ def test_flags_of_the_other_bench_are_refused(folder: Path) -> None:
     assert done.exit_code == 2 and "--url has no meaning for bench kv" in done.output
 
 
-def test_without_matplotlib_it_says_what_to_install(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_matplotlib_there_are_no_pictures_and_all_else(folder: Path, monkeypatch: pytest.MonkeyPatch,
+                                                              watched: Callable[[int | None], list[int]]) -> None:
+    watched(None)
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     done = invoke(*ARGUMENTS)
-    assert done.exit_code == 2 and "bench kv needs matplotlib: pip install matplotlib" in done.output
+    assert done.exit_code == 0 and "pip install '.[plots]' (kvstream[plots])" in done.output
+    assert len(rows(folder)) == 3 and {file.name for file in folder.iterdir()} == {RESULTS, TABLE}
+
+
+def test_without_a_gpu_it_says_what_to_do(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "pycuda", None)
+    monkeypatch.setitem(sys.modules, "pycuda.driver", None)
+    done = invoke("--max-context=24K", "--output=out")
+    assert done.exit_code == 2 and len(done.output.strip().splitlines()) == 1, done.output
+    for words in ("NVIDIA's driver", "pip install 'kvstream[cuda]'", "--simulate rtx-5070-ti"):
+        assert words in done.output
     assert not folder.exists()
 
 

@@ -8,9 +8,11 @@ from itertools import pairwise
 import pytest
 from attrs import evolve
 
-from kvstream.bench.kvcard import Card, Step
+from kvstream.bench.kvcard import Card
 from kvstream.bench.kvmodel import FITTED_TO, MODELS, PROFILES, Model, Profile, Published, model_from, profile_from
-from kvstream.bench.kvsim import PUBLISHED, Setup, decoded, first_streamed, layout_of, page_entry_ms, pool_of, simulate
+from kvstream.bench.kvpoint import PUBLISHED, Setup, first_streamed
+from kvstream.bench.kvrun import Step, decoded
+from kvstream.bench.kvsim import DECODED, layout_of, page_entry_ms, pool_of, simulate
 from kvstream.errors import ConfigError
 
 MODEL = MODELS[FITTED_TO]
@@ -21,7 +23,7 @@ ON_NEW, ON_OLD = Setup(NEW, MODEL, pool_mib=2048), Setup(OLD, MODEL, pool_mib=25
 @cache
 def steps_of(setup: Setup, context: int) -> tuple[Step, ...]:
     with Card(setup.profile, setup.model, layout_of(setup, context + setup.decode_tokens)) as card:
-        return tuple(decoded(card, setup, context))
+        return tuple(decoded(card, setup, context, min(setup.decode_tokens, DECODED)))
 
 
 def usual_ms(setup: Setup, context: int) -> float:

@@ -146,7 +146,7 @@ async def test_a_picture_of_nothing(tmp_path: Path, autojump_clock: trio.abc.Clo
 
 def test_without_matplotlib_it_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib", None)
-    with pytest.raises(ConfigError, match="pip install matplotlib"):
+    with pytest.raises(ConfigError, match=r"pip install \x27\.\[plots\]\x27"):
         plots.check_available()
 
 

@@ -48,8 +48,8 @@ uint64_t used_bytes(bool host) { return host ? arena().host : arena().device; }
 
 Alloc *allocate(size_t bytes, Memory kind, unsigned flags) {
     Arena &a = arena();
-    size_t limit = size_t(setting(kind == Memory::Pinned ? kHostBytes : kDeviceBytes));
-    uint64_t &used = kind == Memory::Pinned ? a.host : a.device;
+    size_t limit = size_t(setting(kind == Memory::Device ? kDeviceBytes : kHostBytes));
+    uint64_t &used = kind == Memory::Device ? a.device : a.host;  // managed memory may be more than the device has
     if (bytes == 0 || bytes > limit || used + bytes > limit) return nullptr;
     size_t span = kGuard + up(bytes, kPage) + kGuard;
     if (a.next + span + kPage > a.begin + kArena) return nullptr;
@@ -69,7 +69,7 @@ Alloc *allocate(size_t bytes, Memory kind, unsigned flags) {
     memset(reinterpret_cast<void *>(made->base), kFresh, bytes);
     memset(reinterpret_cast<void *>(made->end()), kFence, made->back);
     used += bytes;
-    const char *peak = kind == Memory::Pinned ? "peak_host_bytes" : "peak_device_bytes";
+    const char *peak = kind == Memory::Device ? "peak_device_bytes" : "peak_host_bytes";
     uint64_t &high = state().counters[peak];
     high = std::max(high, used);
     Alloc *result = made.get();
@@ -81,7 +81,7 @@ void release(Alloc *alloc) {
     Arena &a = arena();
     guards_intact("free");
     alloc->alive = false;
-    (alloc->kind == Memory::Pinned ? a.host : a.device) -= alloc->size;
+    (alloc->kind == Memory::Device ? a.device : a.host) -= alloc->size;
     void *at = reinterpret_cast<void *>(alloc->base - kGuard);
     size_t span = kGuard + alloc->size + alloc->back;
     if (alloc->host_visible()) {
@@ -99,7 +99,7 @@ void release_all(Context *context) {
     for (auto &[base, alloc] : arena().allocs) {
         if (!alloc->alive || (context && alloc->context != context)) continue;
         count("leaked_allocations");
-        count(alloc->kind == Memory::Pinned ? "leaked_host_bytes" : "leaked_device_bytes", alloc->size);
+        count(alloc->kind == Memory::Device ? "leaked_device_bytes" : "leaked_host_bytes", alloc->size);
         release(alloc.get());
     }
 }
