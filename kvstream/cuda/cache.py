@@ -32,6 +32,7 @@ from .arrays import Arrays, array_bytes
 from .executor import Executor, Figures
 from .launches import Part, parts_of
 from .layout import Geometry, plan_layout
+from .numerics import check_numerics
 from .plan import Plan, plan_step
 from .policy import Feedback, Policy, Split
 from .records import Opening, Saved, Stats
@@ -71,6 +72,8 @@ class KVCache:
         self._opening = opening
         self._scale = geometry.head_size**-0.5 if opening.scale is None else opening.scale
         self._executor = Executor(device, self.layout, sample_every=opening.sample_every)
+        if device.computes:
+            check_numerics(device, self.layout, self._executor.pool, self._executor.slab, self._executor.compute)
         self._arrays = Arrays(device, self.layout, self._executor.compute, self._executor.pool, opening.arrays)
         self._sequences = Sequences(self.layout.host_pages, geometry.page_tokens)
         self._residency = self._nothing()

@@ -67,7 +67,14 @@ class Device(Protocol):
     """
 
     @property
-    def name(self) -> str: ...
+    def name(self) -> str:
+        """Model and architecture, for people."""
+        ...
+
+    @property
+    def computes(self) -> bool:
+        """False: time passes here, and nothing is stored or computed."""
+        ...
 
     def alloc(self, size: int) -> int:
         """The address of ``size`` bytes of device memory; at least 256-byte aligned. Contents are undefined."""
@@ -201,7 +208,7 @@ class PyCudaDevice:
         with _translated(driver, f"open CUDA device {ordinal}"):
             driver.init()
             gpu = driver.Device(ordinal)
-            self._name = str(gpu.name())
+            self._name = f"{gpu.name()} (sm_{''.join(map(str, gpu.compute_capability()))})"
             # It becomes this thread's current one. MAP_HOST: kernels may read pinned memory, where a driver still asks.
             self._context = gpu.make_context(driver.ctx_flags.SCHED_AUTO | driver.ctx_flags.MAP_HOST)
         try:
@@ -216,6 +223,10 @@ class PyCudaDevice:
     @property
     def name(self) -> str:
         return self._name
+
+    @property
+    def computes(self) -> bool:
+        return True
 
     def _here(self) -> None:
         if self._closed:

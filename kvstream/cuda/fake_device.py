@@ -197,6 +197,10 @@ class FakeDevice:
         return "fake device"
 
     @property
+    def computes(self) -> bool:
+        return self._kernels is not None
+
+    @property
     def device_s(self) -> float:
         """When everything enqueued so far will have ended."""
         return max((queue.ready_s for queue in self._queues), default=0.0)

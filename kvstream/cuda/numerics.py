@@ -1,0 +1,254 @@
+"""Does this device compute what numpy computes? Asked once, whenever a cache is opened.
+
+An image that is wrong for a GPU need not fail: it has been seen to give garbage at normal speed. So before anything is
+promised, a problem of 37 tokens with a known answer goes through the kernels that the cache will use, for its own
+types and head size: rows are encoded into two pages, the last tokens attend them by the table and its fold, and by the
+running form in two waves. Encoded rows must be numpy's to the last bit. Attention must be float64's up to rounding, and
+both forms must give the same bits.
+
+Where an answer is to be, rubbish is put first: fresh device memory may hold the answer of the process before.
+
+Nothing is allocated: the pages are the first two cells, tables and results lie in the workspaces, and everything passes
+through the slab, which is zero again afterwards. However small the opening is, this fits; what does not fit at once is
+sent in pieces.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ..errors import DeviceError
+from .kernels import (
+    TILE_BEGIN,
+    TILE_END,
+    VECTORS,
+    WINDOW_NONE,
+    WRITE_THREADS,
+    attend_shared_bytes,
+    attend_threads,
+    fold_grid,
+    running_grid,
+    table_grid,
+    tiles,
+    write_grid,
+)
+from .layout import STAGED, Layout
+from .reference import attention
+from .types import KVType, decode, encode
+
+if TYPE_CHECKING:
+    from .device import Bytes, Device, Stream
+
+PAGES: Final = (32, 5)
+"""Tokens of the two pages. Every page has room for 32."""
+ROWS: Final = 2
+TOLERANCE: Final = 1e-5  # of the largest value; rounding makes 1e-6
+SEED: Final = 37
+RUBBISH: Final = 0xFF
+
+Floats = NDArray[np.float32]
+
+
+def check_numerics(device: Device, layout: Layout, pool: int, slab: Bytes, stream: Stream) -> None:
+    """``pool``: its address. Nobody else uses pool, slab or stream meanwhile.
+
+    *Errors*: ``DeviceError``, which says what is wrong, on which GPU, and what to do.
+    """
+    problem = _Problem(device, layout, pool, _Mover(device, stream, slab))
+    wrong = [*problem.encoded(), *problem.attended()]
+    problem.mover.tidy()
+    if wrong:
+        raise DeviceError(
+            f"{device.name} does not compute what it should: {'; '.join(wrong)}. The kernels' image does not fit this "
+            "GPU or its driver, or the GPU is broken. Build the image on this machine with `just kernels` and open "
+            "again; if that does not help, try a newer driver or another GPU, and report this line")
+
+
+class _Mover:
+    """Arrays to the device and back, through a window of pinned memory."""
+
+    def __init__(self, device: Device, stream: Stream, window: Bytes) -> None:
+        self.device, self.stream, self._window = device, stream, window
+        self._used = self._touched = 0
+
+    def send(self, address: int, values: NDArray[Any]) -> None:
+        data = np.ascontiguousarray(values).reshape(-1).view(np.uint8)
+        while len(data):
+            piece = self._piece(len(data))
+            piece[:] = data[: len(piece)]
+            self.device.copy_in(self.stream, address, piece)
+            address, data = address + len(piece), data[len(piece) :]
+
+    def fetch(self, address: int, size: int) -> Bytes:
+        fetched = np.empty(size, np.uint8)
+        at = 0
+        while at < size:
+            piece = self._piece(size - at)
+            self.device.copy_out(self.stream, piece, address + at)
+            self.device.synchronize(self.stream)
+            fetched[at : at + len(piece)] = piece
+            at += len(piece)
+        return fetched
+
+    def tidy(self) -> None:
+        self.device.synchronize(self.stream)
+        self._window[: self._touched] = 0
+
+    def _piece(self, size: int) -> Bytes:
+        if self._used == len(self._window):
+            self.device.synchronize(self.stream)
+            self._used = 0
+        piece = self._window[self._used : self._used + size]
+        self._used += len(piece)
+        self._touched = max(self._touched, self._used)
+        return piece
+
+
+class _Problem:
+    def __init__(self, device: Device, layout: Layout, pool: int, mover: _Mover) -> None:
+        self._device, self._layout, self._geometry, self._pool, self.mover = (
+            device, layout, layout.geometry, pool, mover)
+        geometry = self._geometry
+        # A table with one place is all that some openings have.
+        self._pages = PAGES if layout.table_slots > 1 else PAGES[:1]
+        fits = layout.rows_max >= ROWS and layout.table_slots >= ROWS * len(self._pages)
+        self._rows = ROWS if fits else 1
+        self._tokens = sum(self._pages)
+        dice = np.random.Generator(np.random.PCG64(SEED))
+        self._k, self._v = dice.standard_normal((2, self._tokens, geometry.row_values), np.float32)
+        self._q = dice.standard_normal((self._rows, geometry.q_heads, geometry.head_size), np.float32)
+        self._k_raw, self._v_raw = encode(geometry.k_type, self._k), encode(geometry.v_type, self._v)
+
+    def _at(self, workspace: str) -> int:
+        return self._pool + self._layout.workspace(workspace).offset
+
+    # --- rows ---------------------------------------------------------------------------------------------------------
+
+    def encoded(self) -> list[str]:
+        """What is wrong with the rows that ``kv_write`` makes; they lie in the first cells afterwards."""
+        geometry, layout, staged = self._geometry, self._layout, self._staged()
+        places = {"K": self._places(layout.k_cell, geometry.k_row_bytes),
+                  "V": self._places(layout.v_cell, geometry.v_row_bytes)}
+        for addresses, raw in zip(places.values(), (self._k_raw, self._v_raw), strict=True):
+            for first, tokens in self._runs():
+                self.mover.send(addresses[first], np.full(tokens * raw.shape[1], RUBBISH, np.uint8))
+        for start in range(0, self._tokens, layout.rows_max):
+            some = slice(start, start + layout.rows_max)
+            targets = np.array([places["K"][some], places["V"][some]], np.uint64)
+            rows = targets.shape[1]
+            for name, values in (("k", self._k), ("v", self._v)):
+                self.mover.send(self._at(name), values[some])
+            self.mover.send(staged, targets)
+            self._launch("kv_write", write_grid(rows, geometry.row_values), WRITE_THREADS, 0,
+                         self._at("k"), self._at("v"), staged, staged + 8 * rows, rows, geometry.row_values,
+                         geometry.k_type.code, geometry.v_type.code)
+        return [*self._same("K", geometry.k_type, places["K"], self._k_raw),
+                *self._same("V", geometry.v_type, places["V"], self._v_raw)]
+
+    def _places(self, cell: Any, row_bytes: int) -> list[int]:
+        return [self._pool + cell(page) + token * row_bytes
+                for page, tokens in enumerate(self._pages) for token in range(tokens)]
+
+    def _runs(self) -> list[tuple[int, int]]:
+        """Of each page: its first token, and how many it has."""
+        return [(sum(self._pages[:page]), tokens) for page, tokens in enumerate(self._pages)]
+
+    def _same(self, name: str, kind: KVType, places: list[int], raw: Bytes) -> list[str]:
+        row_bytes = raw.shape[1]
+        got = np.concatenate([self.mover.fetch(places[first], tokens * row_bytes).reshape(tokens, row_bytes)
+                              for first, tokens in self._runs()])
+        differ = int((got != raw).any(axis=1).sum())
+        return [f"kv_write stores {differ} of {self._tokens} rows of {name} as other bytes than {kind} has"
+                ] if differ else []
+
+    # --- attention ----------------------------------------------------------------------------------------------------
+
+    def attended(self) -> list[str]:
+        geometry, page_tokens = self._geometry, self._geometry.page_tokens
+        shape = self._tokens, geometry.kv_heads, geometry.head_size
+        k, v = (decode(kind, raw, geometry.row_values).reshape(shape) for kind, raw in (
+            (geometry.k_type, self._k_raw), (geometry.v_type, self._v_raw)))
+        scale = float(np.float32(geometry.head_size**-0.5))
+        expected = attention(self._q, k, v, range(self._tokens - self._rows, self._tokens), scale)
+
+        pages, rows = len(self._pages), self._rows
+        cells = np.arange(pages, dtype=np.uint64)
+        pointers = np.array([np.uint64(self._pool + start) + cells * np.uint64(size) for start, size in (
+            (self._layout.k_cell(0), geometry.k_page_bytes), (self._layout.v_cell(0), geometry.v_page_bytes))])
+        entries = np.array([(page, page * page_tokens, tokens, 0, rows, page * rows, 0, 0)
+                            for page, tokens in enumerate(self._pages)], np.int32)
+        last = (pages - 1) * page_tokens + self._pages[-1]
+        at = self._send_all(pointers, entries, np.arange(last - rows, last, dtype=np.int32),
+                            np.array([(row, rows, pages, row) for row in range(rows)], np.int32),
+                            *(self._tiles(page) for page in range(pages)))
+        self.mover.send(self._at("q"), self._q)
+
+        folded = self._table(at, scale)
+        running = self._running(at, scale)
+        wrong = []
+        for name, got in (("the table and its fold", folded), ("the running form", running)):
+            error = float(np.abs(got - expected).max() / np.abs(expected).max())
+            if not error <= TOLERANCE:  # NaN is not
+                wrong.append(f"attention by {name} is off by {error:.2g} of its largest value "
+                             f"(K {geometry.k_type}, V {geometry.v_type}, head size {geometry.head_size})")
+        if not wrong and folded.tobytes() != running.tobytes():
+            wrong.append("the two forms of attention do not give the same bits")
+        return wrong
+
+    def _staged(self) -> int:
+        return min(self._at(name) for name in STAGED)
+
+    def _send_all(self, *tables: NDArray[Any]) -> list[int]:
+        """Their addresses, one after the other where a step's tables lie."""
+        at, addresses = self._staged(), []
+        end = at + self._layout.staging_bytes
+        for table in tables:
+            if at + table.nbytes > end:
+                raise DeviceError(f"{self._layout.staging_bytes} bytes of workspace have no room for a few tables")
+            self.mover.send(at, table)
+            addresses.append(at)
+            at += -(-table.nbytes // 16) * 16
+        return addresses
+
+    def _tiles(self, page: int) -> NDArray[np.int32]:
+        """Of the wave that has this page and no other."""
+        told = np.zeros((tiles(self._rows, self._geometry.group), 8), np.int32)
+        told[:, :4] = page, 1, 0, self._rows
+        told[:, 4] = np.arange(len(told)) * VECTORS
+        told[:, 5] = (TILE_BEGIN if page == 0 else 0) | (TILE_END if page == len(self._pages) - 1 else 0)
+        return told
+
+    def _table(self, at: list[int], scale: float) -> Floats:
+        geometry = self._geometry
+        self.mover.send(self._at("out"), np.full_like(self._q, np.nan))
+        self._attend(at, scale, table_grid(len(self._pages), geometry.kv_heads, self._rows, geometry.group), 0)
+        self._launch(f"kv_fold_{geometry.head_size}", fold_grid(self._rows, geometry.q_heads), geometry.head_size, 0,
+                     self._at("table"), self._at("table_ml"), at[3], self._at("out"), geometry.q_heads)
+        return self._result()
+
+    def _running(self, at: list[int], scale: float) -> Floats:
+        geometry = self._geometry
+        grid = running_grid(tiles(self._rows, geometry.group), geometry.kv_heads)
+        self.mover.send(self._at("out"), np.full_like(self._q, np.nan))
+        for page in range(len(self._pages)):
+            self._attend(at, scale, grid, at[4 + page])
+        return self._result()
+
+    def _attend(self, at: list[int], scale: float, grid: tuple[int, int, int], told: int) -> None:
+        geometry, running = self._geometry, told != 0
+        workspace = "state" if running else "table"
+        self._launch(f"kv_attend_{geometry.head_size}", grid, attend_threads(geometry.head_size),
+                     attend_shared_bytes(geometry.head_size, geometry.page_tokens, running),
+                     self._at("q"), at[0], at[0] + 8 * len(self._pages), at[1], at[2], told, self._at(workspace),
+                     self._at(f"{workspace}_ml"), self._at("out"), scale, geometry.kv_heads, geometry.group,
+                     geometry.page_tokens, geometry.k_type.code, geometry.v_type.code, WINDOW_NONE)
+
+    def _result(self) -> Floats:
+        return self.mover.fetch(self._at("out"), self._q.nbytes).view(np.float32).reshape(self._q.shape)
+
+    def _launch(self, kernel: str, grid: tuple[int, int, int], threads: int, shared_bytes: int,
+                *args: int | float) -> None:
+        self._device.launch(self.mover.stream, kernel, grid, (threads, 1, 1), args, shared_bytes)
