@@ -212,10 +212,14 @@ class PyCudaDevice:
             # It becomes this thread's current one. MAP_HOST: kernels may read pinned memory, where a driver still asks.
             self._context = gpu.make_context(driver.ctx_flags.SCHED_AUTO | driver.ctx_flags.MAP_HOST)
         try:
-            with _translated(driver, "load the CUDA kernels"):
+            knows = f"{driver.get_driver_version() // 1000}.{driver.get_driver_version() % 1000 // 10}"
+            with _translated(driver, f"load the CUDA kernels into {self._name}, whose driver knows CUDA {knows}"):
                 self._module = driver.module_from_buffer(packaged_image() if image is None else image)
                 for kernel, letters in (kernel_formats() if formats is None else formats).items():
-                    self._functions[kernel] = self._module.get_function(kernel).prepare([letters])
+                    function = self._module.get_function(kernel)
+                    # Drivers may put off loading a function; asked for its size they have to.
+                    function.get_attribute(driver.function_attribute.NUM_REGS)
+                    self._functions[kernel] = function.prepare([letters])
         except BaseException:
             self.close()
             raise

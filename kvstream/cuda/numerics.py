@@ -2,9 +2,9 @@
 
 An image that is wrong for a GPU need not fail: it has been seen to give garbage at normal speed. So before anything is
 promised, a problem of 37 tokens with a known answer goes through the kernels that the cache will use, for its own
-types and head size: rows are encoded into two pages, the last tokens attend them by the table and its fold, and by the
-running form in two waves. Encoded rows must be numpy's to the last bit. Attention must be float64's up to rounding, and
-both forms must give the same bits.
+types and head size: rows are encoded into two pages, tables come from pinned memory by ``kv_tables``, the last tokens
+attend the pages by the table and its fold, and by the running form in two waves. Encoded rows must be numpy's to the
+last bit. Attention must be float64's up to rounding, and both forms must give the same bits.
 
 Where an answer is to be, rubbish is put first: fresh device memory may hold the answer of the process before.
 
@@ -22,6 +22,8 @@ from numpy.typing import NDArray
 
 from ..errors import DeviceError
 from .kernels import (
+    TABLES_THREADS,
+    TABLES_WORD_BYTES,
     TILE_BEGIN,
     TILE_END,
     VECTORS,
@@ -32,6 +34,7 @@ from .kernels import (
     fold_grid,
     running_grid,
     table_grid,
+    tables_grid,
     tiles,
     write_grid,
 )
@@ -48,6 +51,9 @@ ROWS: Final = 2
 TOLERANCE: Final = 1e-5  # of the largest value; rounding makes 1e-6
 SEED: Final = 37
 RUBBISH: Final = 0xFF
+ADVICE: Final = (
+    "The kernels' image does not fit this GPU or its driver, or the GPU is broken. Build the image on this machine "
+    "with `just kernels` and open again; if that does not help, try a newer driver or another GPU, and report this line")
 
 Floats = NDArray[np.float32]
 
@@ -58,13 +64,14 @@ def check_numerics(device: Device, layout: Layout, pool: int, slab: Bytes, strea
     *Errors*: ``DeviceError``, which says what is wrong, on which GPU, and what to do.
     """
     problem = _Problem(device, layout, pool, _Mover(device, stream, slab))
-    wrong = [*problem.encoded(), *problem.attended()]
-    problem.mover.tidy()
+    try:
+        wrong = [*problem.encoded(), *problem.attended()]
+        problem.mover.tidy()
+    except DeviceError as error:
+        raise DeviceError(f"{device.name} fails at a problem of {problem.tokens} tokens: {error.message}. {ADVICE}"
+                          ) from error
     if wrong:
-        raise DeviceError(
-            f"{device.name} does not compute what it should: {'; '.join(wrong)}. The kernels' image does not fit this "
-            "GPU or its driver, or the GPU is broken. Build the image on this machine with `just kernels` and open "
-            "again; if that does not help, try a newer driver or another GPU, and report this line")
+        raise DeviceError(f"{device.name} does not compute what it should: {'; '.join(wrong)}. {ADVICE}")
 
 
 class _Mover:
@@ -80,6 +87,18 @@ class _Mover:
             piece = self._piece(len(data))
             piece[:] = data[: len(piece)]
             self.device.copy_in(self.stream, address, piece)
+            address, data = address + len(piece), data[len(piece) :]
+
+    def read_by_kernel(self, address: int, data: Bytes) -> None:
+        """Whole words, that ``kv_tables`` reads from the window itself."""
+        while len(data):
+            self.device.synchronize(self.stream)
+            self._used = 0  # words lie at multiples of their size
+            piece = self._piece(min(len(data), len(self._window) // TABLES_WORD_BYTES * TABLES_WORD_BYTES))
+            piece[:] = data[: len(piece)]
+            words = len(piece) // TABLES_WORD_BYTES
+            self.device.launch(self.stream, "kv_tables", tables_grid(words), (TABLES_THREADS, 1, 1),
+                               (self.device.mapped(piece), address, words, 0))
             address, data = address + len(piece), data[len(piece) :]
 
     def fetch(self, address: int, size: int) -> Bytes:
@@ -116,9 +135,9 @@ class _Problem:
         self._pages = PAGES if layout.table_slots > 1 else PAGES[:1]
         fits = layout.rows_max >= ROWS and layout.table_slots >= ROWS * len(self._pages)
         self._rows = ROWS if fits else 1
-        self._tokens = sum(self._pages)
+        self.tokens = sum(self._pages)
         dice = np.random.Generator(np.random.PCG64(SEED))
-        self._k, self._v = dice.standard_normal((2, self._tokens, geometry.row_values), np.float32)
+        self._k, self._v = dice.standard_normal((2, self.tokens, geometry.row_values), np.float32)
         self._q = dice.standard_normal((self._rows, geometry.q_heads, geometry.head_size), np.float32)
         self._k_raw, self._v_raw = encode(geometry.k_type, self._k), encode(geometry.v_type, self._v)
 
@@ -135,7 +154,7 @@ class _Problem:
         for addresses, raw in zip(places.values(), (self._k_raw, self._v_raw), strict=True):
             for first, tokens in self._runs():
                 self.mover.send(addresses[first], np.full(tokens * raw.shape[1], RUBBISH, np.uint8))
-        for start in range(0, self._tokens, layout.rows_max):
+        for start in range(0, self.tokens, layout.rows_max):
             some = slice(start, start + layout.rows_max)
             targets = np.array([places["K"][some], places["V"][some]], np.uint64)
             rows = targets.shape[1]
@@ -161,18 +180,18 @@ class _Problem:
         got = np.concatenate([self.mover.fetch(places[first], tokens * row_bytes).reshape(tokens, row_bytes)
                               for first, tokens in self._runs()])
         differ = int((got != raw).any(axis=1).sum())
-        return [f"kv_write stores {differ} of {self._tokens} rows of {name} as other bytes than {kind} has"
+        return [f"kv_write stores {differ} of {self.tokens} rows of {name} as other bytes than {kind} has"
                 ] if differ else []
 
     # --- attention ----------------------------------------------------------------------------------------------------
 
     def attended(self) -> list[str]:
         geometry, page_tokens = self._geometry, self._geometry.page_tokens
-        shape = self._tokens, geometry.kv_heads, geometry.head_size
+        shape = self.tokens, geometry.kv_heads, geometry.head_size
         k, v = (decode(kind, raw, geometry.row_values).reshape(shape) for kind, raw in (
             (geometry.k_type, self._k_raw), (geometry.v_type, self._v_raw)))
         scale = float(np.float32(geometry.head_size**-0.5))
-        expected = attention(self._q, k, v, range(self._tokens - self._rows, self._tokens), scale)
+        expected = attention(self._q, k, v, range(self.tokens - self._rows, self.tokens), scale)
 
         pages, rows = len(self._pages), self._rows
         cells = np.arange(pages, dtype=np.uint64)
@@ -203,14 +222,16 @@ class _Problem:
 
     def _send_all(self, *tables: NDArray[Any]) -> list[int]:
         """Their addresses, one after the other where a step's tables lie."""
-        at, addresses = self._staged(), []
-        end = at + self._layout.staging_bytes
+        staged, addresses = self._staged(), list[int]()
+        parts: list[Bytes] = []
         for table in tables:
-            if at + table.nbytes > end:
-                raise DeviceError(f"{self._layout.staging_bytes} bytes of workspace have no room for a few tables")
-            self.mover.send(at, table)
-            addresses.append(at)
-            at += -(-table.nbytes // 16) * 16
+            addresses.append(staged + sum(len(part) for part in parts))
+            parts.append(np.ascontiguousarray(table).reshape(-1).view(np.uint8))
+            parts.append(np.zeros(-table.nbytes % TABLES_WORD_BYTES, np.uint8))
+        told = np.concatenate(parts)
+        if len(told) > self._layout.staging_bytes:
+            raise DeviceError(f"{self._layout.staging_bytes} bytes of workspace have no room for a few tables")
+        self.mover.read_by_kernel(staged, told)
         return addresses
 
     def _tiles(self, page: int) -> NDArray[np.int32]:

@@ -93,6 +93,13 @@ def folds_one_page(memory: Memory, launch: Launch) -> None:
     KERNELS["kv_fold_64"](memory, launch)
 
 
+def wrong_tables(memory: Memory, launch: Launch) -> None:
+    """The first two words, addresses of K and of V, change places."""
+    KERNELS["kv_tables"](memory, launch)
+    table = memory.view(int(launch.args[1]), 32).reshape(2, 16)
+    table[:] = table[::-1].copy()
+
+
 def nothing(memory: Memory, launch: Launch) -> None:
     """An image that runs and does nothing."""
 
@@ -105,6 +112,7 @@ PLANTED = {
     "no attention": ("kv_attend_64", nothing, "attention by the table and its fold is off"),
     "another V type": ("kv_attend_64", changed("kv_attend_64", a14=lambda code: 8), "V q4_0, head size 64"),
     "no state": ("kv_attend_64", forgets_the_state, "attention by the running form"),
+    "no tables": ("kv_tables", wrong_tables, "attention by the table"),
     "no fold": ("kv_fold_64", nothing, "the table and its fold is off by nan"),
     "one page": ("kv_fold_64", folds_one_page, "the table and its fold is off"),
     "other bits": ("kv_fold_64", nudges_one_form, "do not give the same bits"),
@@ -118,6 +126,12 @@ def test_wrong_kernels_are_refused(name: str) -> None:
     with pytest.raises(DeviceError, match=said) as refused:
         opened(device, SHAPE.geometry())
     assert refused.match("^fake device does not compute") and refused.match("just kernels")
+
+
+def test_a_kernel_that_faults_is_an_error_of_the_image() -> None:
+    device = FakeDevice({**KERNELS, "kv_write": changed("kv_write", a2=lambda address: address + (1 << 40))})
+    with pytest.raises(DeviceError, match=r"fake device fails at a problem of 37 tokens: .*just kernels"):
+        opened(device, SHAPE.geometry())
 
 
 def test_what_stores_nothing_is_not_asked() -> None:
