@@ -53,7 +53,7 @@ SEED: Final = 37
 RUBBISH: Final = 0xFF
 ADVICE: Final = (
     "The kernels' image does not fit this GPU or its driver, or the GPU is broken. Build the image on this machine "
-    "with `just kernels` and open again; if that does not help, try a newer driver or another GPU, and report this line")
+    "with `just kernels` and open again; if that does not help, try a newer driver or another GPU, and report this")
 
 Floats = NDArray[np.float32]
 
