@@ -180,6 +180,7 @@ class FakeDevice:
         self.speeds = speeds or Speeds()
         self.host_s = 0.0
         self.device_memory = Memory(memory_bytes, backed=kernels is not None)
+        self.name, self.computes = "fake device", kernels is not None
         self._kernels = kernels
         self._dice = random.Random(seed) if seed is not None else None
         self._habit = self._dice.choice(("any", "starve", "newest", "run")) if self._dice else ""
@@ -191,14 +192,6 @@ class FakeDevice:
         self._engines = {"in": 0.0, "out": 0.0}
         self._count = 0
         self._closed = False
-
-    @property
-    def name(self) -> str:
-        return "fake device"
-
-    @property
-    def computes(self) -> bool:
-        return self._kernels is not None
 
     @property
     def device_s(self) -> float:
