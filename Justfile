@@ -31,6 +31,10 @@ storm *args:
 fuzz-cuda *args:
     CUDA_FUZZ="${CUDA_FUZZ:-20}" {{python}} -m pytest tests/cuda {{args}}
 
+# Every fault planted in the CUDA part, and what noticed it (--json FILE, --csv FILE)
+show-cuda-faults *args:
+    {{python}} tests/cuda/show_faults.py {{args}}
+
 # A real model on a real llama.cpp server
 demo *args:
     {{python}} -m kvstream demo {{args}}

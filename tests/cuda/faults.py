@@ -14,6 +14,7 @@ from typing import Any
 from attrs import evolve
 
 from kvstream.cuda import cache
+from kvstream.cuda.arrays import Arrays
 from kvstream.cuda.executor import Executor
 from kvstream.cuda.launches import Loads
 from kvstream.cuda.ops import STREAM, Attend, Ready, Save, Saved, Upload, Used, Write, Written
@@ -34,6 +35,14 @@ RECORDS = MappingProxyType({
     "saves are recorded before the last one": Saved,
 })
 """Name: the record that is made one operation of its stream too early."""
+
+STALE = MappingProxyType({
+    "uploads are not recorded": "ready",
+    "uses are not recorded": "used",
+    "new rows are not recorded": "written",
+    "saves are not recorded": "saved",
+})
+"""Name: the kind of record that is left out; who waits for it waits for the one before."""
 
 
 class Forgetful(Executor):
@@ -77,8 +86,31 @@ class Hasty(Executor):
         return event
 
 
+class Stale(Executor):
+    """Makes the first record of one kind and then no other: who waits for one waits for that. Does not look which
+    events have happened."""
+
+    what = ""
+    first: Any = None
+
+    def _prune(self) -> None:
+        pass
+
+    def _record(self, stream: Any, name: Any, timed: bool = False) -> Any:
+        if name[0] != self.what:
+            return super()._record(stream, name, timed)
+        self.first = self.first or super()._record(stream, name, timed)
+        self._events[name] = self.first
+        self._recorded.add(name)
+        return self.first
+
+
 def _next_layer(op: Any) -> Any:
     return evolve(op, layer=op.layer ^ 1) if isinstance(op, Upload) else op
+
+
+def _other_layer_saved(op: Any) -> Any:
+    return evolve(op, layer=op.layer ^ 1) if isinstance(op, Save) else op
 
 
 def _page_beside(op: Any) -> Any:
@@ -101,6 +133,7 @@ def _one_left_out(op: Any) -> Any:
 
 CHANGES: MappingProxyType[str, Callable[[Any], Any]] = MappingProxyType({
     "pages are uploaded from another layer": _next_layer,
+    "rows are saved to another layer": _other_layer_saved,
     "the page beside is uploaded": _page_beside,
     "rows are saved one row off": _row_beside,
     "new rows go to the cell beside": _cell_beside,
@@ -134,7 +167,63 @@ OTHERS: MappingProxyType[str, type[Executor]] = MappingProxyType({
     "tables are written while they are read": Careless,
 })
 
-NAMES = (*WAITS, *RECORDS, *CHANGES, *OTHERS)
+class Deaf:
+    """A device whose ``synchronize`` does not wait."""
+
+    def __init__(self, device: Any) -> None:
+        self._device = device
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._device, name)
+
+    def synchronize(self, stream: Any = None) -> None:
+        pass
+
+
+class Blind(Arrays):
+    """Reads results before they are there."""
+
+    def result(self, address: int, values: int) -> Any:
+        real = self._device
+        try:
+            self._device = Deaf(real)
+            return super().result(address, values)
+        finally:
+            self._device = real
+
+
+class Hurried(Arrays):
+    """Writes a layer's rows over those of the layer before, read or not."""
+
+    def rows_in(self, k: Any, v: Any, values: int) -> tuple[int, int]:
+        self._sent = None
+        return super().rows_in(k, v, values)
+
+
+ARRAYS: MappingProxyType[str, type[Arrays]] = MappingProxyType({
+    "a result is read before its copy is done": Blind,
+    "rows are overwritten before they are sent": Hurried,
+})
+
+SWAPPED = "two layers are swapped"
+
+STANDS_FOR: MappingProxyType[str, str] = MappingProxyType({
+    "compute does not wait for uploads": "a page is read before it is there",
+    "copy does not wait for the last use of a cell": "a cell is used again one step early",
+    "copy does not wait for rows to be saved": "a tail is uploaded before its producer",
+    "save does not wait for new rows": "rows are saved before they are computed",
+    "compute overwrites rows that are being saved": "a draft's rows replace those under way",
+    **dict.fromkeys(RECORDS, "an event that covers too little"),
+    **dict.fromkeys(STALE, "an event that is not recorded"),
+    **dict.fromkeys(CHANGES, "an address computed wrongly"),
+    "the host does not wait before it touches pages": "a host page is read before its copy is done",
+    "tables are written while they are read": "a staging is used again too early",
+    "a result is read before its copy is done": "a host buffer is read before its copy is done",
+    "rows are overwritten before they are sent": "a host buffer is used again too early",
+    SWAPPED: "the order of layers",
+})
+
+NAMES = (*WAITS, *RECORDS, *STALE, *CHANGES, *OTHERS, SWAPPED)
 
 
 @contextmanager
@@ -144,6 +233,8 @@ def planted(name: str, only: int | None = None) -> Iterator[type[Executor]]:
         kind = type("Planted", (Forgetful,), {"what": WAITS[name], "only": only})
     elif name in RECORDS:
         kind = type("Planted", (Hasty,), {"what": RECORDS[name]})
+    elif name in STALE:
+        kind = type("Planted", (Stale,), {"what": STALE[name]})
     elif name in OTHERS:
         kind = OTHERS[name]
 
@@ -153,12 +244,14 @@ def planted(name: str, only: int | None = None) -> Iterator[type[Executor]]:
         def each(ops: Any) -> Any:
             return tuple(map(change, ops))
 
+        attend = tuple(map(each, plan.attend))
         return evolve(plan, begin=each(plan.begin), append=tuple(map(each, plan.append)),
-                      attend=tuple(map(each, plan.attend)), end=each(plan.end))
+                      attend=attend[::-1] if name == SWAPPED else attend, end=each(plan.end))
 
-    real = cache.Executor
-    cache.Executor, cache.plan_step = kind, changed  # type: ignore[misc]
+    real = cache.Executor, cache.Arrays
+    cache.Executor, cache.Arrays = kind, ARRAYS.get(name, Arrays)  # type: ignore[misc]
+    cache.plan_step = changed
     try:
         yield kind
     finally:
-        cache.Executor, cache.plan_step = real, plan_step  # type: ignore[misc]
+        (cache.Executor, cache.Arrays), cache.plan_step = real, plan_step  # type: ignore[misc]

@@ -11,7 +11,7 @@ unnoticed. ``show_faults.py`` prints the faults as a table.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from threading import Lock
@@ -25,7 +25,7 @@ HERE = Path(__file__).resolve().parent
 
 LEAST = {
     "rows": 1, "streamed_rows": 1, "pages": 1, "fast_runs": 1, "checked_runs": 1, "schedules": 1, "policies": 6,
-    "pairs": 81, "shapes": 1, "pools": 1,
+    "pairs": 81, "shapes": 1, "pools": 1, "faults": 100,
 }
 """What all tests together show at least."""
 
@@ -62,8 +62,8 @@ class Notes:
 
     def totals(self) -> dict[str, int]:
         found = dict.fromkeys(LEAST, 0) | self.counts | {name: len(seen) for name, seen in self.sets.items()}
-        found["faults"] = len(self.faults)
-        found["caught"] = sum(bool(fault["caught"]) for fault in self.faults)
+        faults = merged(self.faults)
+        found["faults"], found["caught"] = len(faults), sum(fault["caught"] for fault in faults)
         return found
 
 
@@ -107,26 +107,50 @@ class Fault:
 
     name: str
     stands_for: str
-    caught: list[dict[str, str]] = field(factory=list)
+    notices: list[dict[str, Any]] = field(factory=list)
 
-    def caught_by(self, what: str, build: str = "", times: str = "") -> None:
-        """``what`` noticed it (a kind of report, "wrong bits", an error), ``times`` of how many attempts."""
-        self.caught.append({"by": what, "build": build, "times": times})
+    def caught_by(self, what: str, build: str, times: int = 1, of: int = 1) -> None:
+        """``what`` noticed it (a kind of report, "wrong bits", an error), ``times`` of so many attempts. 0 is noted,
+        but does not count."""
+        self.notices.append({"by": what, "build": build, "times": times, "of": of})
+
+    @property
+    def caught(self) -> bool:
+        return any(one["times"] for one in self.notices)
 
 
 @contextmanager
 def fault(name: str, stands_for: str) -> Iterator[Fault]:
     """A fault is planted in this block, which says ``caught_by`` when it was noticed. It is noted in any case."""
     planted, start = Fault(name, stands_for), time.perf_counter()
-    noted: dict[str, Any] = {"name": name, "stands_for": stands_for, "caught": [], "seconds": 0.0}
+    noted: dict[str, Any] = {"name": name, "stands_for": stands_for, "caught": False, "notices": [], "seconds": 0.0}
     with LOCK:
         NOW.faults.append(noted)
     try:
         yield planted
-        noted["caught"] = planted.caught
+        noted["caught"], noted["notices"] = planted.caught, planted.notices
     finally:
         noted["seconds"] = round(time.perf_counter() - start, 3)
     assert planted.caught, f"{name}: nothing has noticed it"
+
+
+def merged(faults: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
+    """One entry per name, in order. Caught only if it was caught each time that it was planted."""
+    found: dict[str, dict[str, Any]] = {}
+    for one in faults:
+        entry = found.setdefault(one["name"], {**one, "notices": [], "seconds": 0.0, "missed": 0})
+        entry["seconds"] += one["seconds"]
+        entry["missed"] += not one["caught"]
+        entry["caught"] = not entry["missed"]
+        for new in one["notices"]:
+            known = next((old for old in entry["notices"]
+                          if (old["by"], old["build"]) == (new["by"], new["build"])), None)
+            if known is None:
+                entry["notices"].append(dict(new))
+            else:
+                known["times"] += new["times"]
+                known["of"] += new["of"]
+    return list(found.values())
 
 
 class Sum:

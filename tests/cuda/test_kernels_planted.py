@@ -1,7 +1,7 @@
 """The kernels with faults planted in them: a barrier left out, one buffer where there are two, a wrong bound.
 
 Each is compiled (one head size) in the checked build and must be reported on every seed tried; what the values of the
-fast build say is only counted, and printed by ``-rP``: there a missing barrier may well go unseen.
+fast build say is only counted, in the table of ``show_faults``: there a missing barrier may well go unseen.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import pytest
 
 from tests.cuda.alone import KERNELS, Alone, LaunchError, build, build_alone, cache_of, open_machine
 from tests.cuda.cases import Case, Desk, geometry_of, worst
+from tests.cuda.ledger import fault
 
 ATTEND = (KERNELS / "attend.cuh").read_text("utf-8")
 BARRIERS = ATTEND.count("block_sync();")
@@ -86,13 +87,19 @@ def test_without_a_fault_nothing_is_said(request: pytest.FixtureRequest) -> None
 
 @pytest.mark.parametrize("nth", range(BARRIERS))
 def test_a_missing_barrier_is_reported_on_every_seed(request: pytest.FixtureRequest, tmp_path: Path, nth: int) -> None:
-    said, wrong = tried(request, tmp_path, source(tmp_path, "block_sync();", "", nth))
-    print(f"barrier {nth + 1} of {BARRIERS}: {said}; wrong values in the fast build on {wrong} of {len(SEEDS)} seeds")
-    assert all("race-shared" in kinds or "uninit-shared" in kinds for kinds in said)
+    with fault(f"kernels: barrier {nth + 1} of {BARRIERS} left out", "threads that do not wait for others") as planted:
+        said, wrong = tried(request, tmp_path, source(tmp_path, "block_sync();", "", nth))
+        assert all("race-shared" in kinds or "uninit-shared" in kinds for kinds in said)
+        planted.caught_by("race-shared or uninit-shared", "kernels, checked", len(said), len(said))
+        planted.caught_by("oracle", "kernels, fast", wrong, len(SEEDS))
 
 
 @pytest.mark.parametrize(("name", "old", "new"), CHANGES, ids=[name for name, _, _ in CHANGES])
 def test_other_faults_are_seen(request: pytest.FixtureRequest, tmp_path: Path, name: str, old: str, new: str) -> None:
-    said, wrong = tried(request, tmp_path, source(tmp_path, old, new))
-    print(f"{name}: {said}; wrong values in the fast build on {wrong} of {len(SEEDS)} seeds")
-    assert all(said)
+    with fault(f"kernels: {name}", "a mistake in the kernels' arithmetic or addresses") as planted:
+        said, wrong = tried(request, tmp_path, source(tmp_path, old, new))
+        assert all(said)
+        for kind in sorted(set().union(*said)):
+            planted.caught_by("oracle" if kind == "values" else kind, "kernels, checked",
+                              sum(kind in kinds for kinds in said), len(said))
+        planted.caught_by("oracle", "kernels, fast", wrong, len(SEEDS))

@@ -7,18 +7,24 @@ build on every seed; in the fast build only what it can see.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from tests.cuda.alone import HERE, Alone, LaunchError, open_machine
+from tests.cuda.ledger import Fault, fault
 
 PLANTED = HERE / "planted.cu"
 NAMES = [line.split("(")[1].split(")")[0] for line in PLANTED.read_text("utf-8").splitlines()
          if line.startswith("KERNEL(")]
 SEEDS = range(8)
 BLOCKS, THREADS = 3, 128
+
+
+def planted_kernel(kernel: str, stands_for: str) -> AbstractContextManager[Fault]:
+    return fault(f"kernel {kernel}", stands_for)
 
 
 def opened(request: pytest.FixtureRequest, checked: bool) -> Alone:
@@ -115,10 +121,12 @@ def test_packed_arguments(machine: Alone) -> None:
 @pytest.mark.parametrize("kernel", [name for name in NAMES if name.startswith("race_")])
 def test_a_race_is_reported_on_every_seed(checked: Alone, kernel: str) -> None:
     where = "race-global" if "global" in kernel else "race-shared"
-    for seed in SEEDS:
-        run(checked, kernel, seed)
-        kinds = {line.split(":")[0] for line in checked.reports()}
-        assert where in kinds, f"seed {seed}: {checked.reports()}"
+    with planted_kernel(kernel, "a barrier that is not there, or not enough") as planted:
+        for seed in SEEDS:
+            run(checked, kernel, seed)
+            kinds = {line.split(":")[0] for line in checked.reports()}
+            assert where in kinds, f"seed {seed}: {checked.reports()}"
+        planted.caught_by(where, "one kernel, checked", len(SEEDS), len(SEEDS))
 
 
 FAULTS = {
@@ -138,35 +146,45 @@ STUCK = {
 
 @pytest.mark.parametrize("kernel", FAULTS)
 def test_a_wrong_address_ends_the_launch(checked: Alone, kernel: str) -> None:
-    for seed in SEEDS:
-        with pytest.raises(LaunchError, match=FAULTS[kernel]):
-            run(checked, kernel, seed)
+    with planted_kernel(kernel, "a wrong index, or memory that nobody wrote") as planted:
+        for seed in SEEDS:
+            with pytest.raises(LaunchError, match=FAULTS[kernel]):
+                run(checked, kernel, seed)
+        planted.caught_by("the launch ends", "one kernel, checked", len(SEEDS), len(SEEDS))
     run(checked, "clean_tiles", 1)
     assert checked.reports() == []
 
 
 def test_a_read_of_shared_memory_that_nobody_wrote_is_reported(checked: Alone) -> None:
-    for seed in SEEDS:
-        run(checked, "fault_uninitialised_shared", seed)
-        assert [line.split(":")[0] for line in checked.reports()] == ["uninit-shared"]
+    with planted_kernel("fault_uninitialised_shared", "shared memory that nobody wrote") as planted:
+        for seed in SEEDS:
+            run(checked, "fault_uninitialised_shared", seed)
+            assert [line.split(":")[0] for line in checked.reports()] == ["uninit-shared"]
+        planted.caught_by("uninit-shared", "one kernel, checked", len(SEEDS), len(SEEDS))
 
 
 @pytest.mark.parametrize("kernel", STUCK)
 def test_threads_that_never_meet_end_the_launch(machine: Alone, kernel: str) -> None:
-    for seed in SEEDS:
-        with pytest.raises(LaunchError, match=STUCK[kernel]):
-            run(machine, kernel, seed, n=5)
+    with planted_kernel(kernel, "threads that wait for those who never come") as planted:
+        for seed in SEEDS:
+            with pytest.raises(LaunchError, match=STUCK[kernel]):
+                run(machine, kernel, seed, n=5)
+        planted.caught_by("the launch ends", "one kernel, both builds", len(SEEDS), len(SEEDS))
     assert run(machine, "clean_tiles", 1).any()
 
 
 def test_a_warp_operation_needs_a_whole_warp(machine: Alone) -> None:
-    with pytest.raises(LaunchError, match="in a warp of less than 32"):
-        run(machine, "fault_half_a_warp", 1, threads=20)
+    with planted_kernel("fault_half_a_warp", "a warp operation of less than a warp") as planted:
+        with pytest.raises(LaunchError, match="in a warp of less than 32"):
+            run(machine, "fault_half_a_warp", 1, threads=20)
+        planted.caught_by("the launch ends", "one kernel, both builds")
 
 
 def test_a_write_beyond_shared_memory_is_seen_in_the_fast_build_too(request: pytest.FixtureRequest) -> None:
-    with pytest.raises(LaunchError, match="writes beyond its 512 bytes of shared memory"):
-        run(opened(request, False), "fault_shared_write_beyond", 1)
+    with planted_kernel("fault_shared_write_beyond", "a wrong index, or memory that nobody wrote") as planted:
+        with pytest.raises(LaunchError, match="writes beyond its 512 bytes of shared memory"):
+            run(opened(request, False), "fault_shared_write_beyond", 1)
+        planted.caught_by("guard zone", "one kernel, fast")
 
 
 def test_launches_that_cannot_be(machine: Alone) -> None:

@@ -16,6 +16,7 @@ from attrs import evolve
 from kvstream.cuda import ops
 from kvstream.cuda.steady import Plan
 from tests.cuda.checker import RECORDS, WAITS, is_event
+from tests.cuda.ledger import fault
 from tests.cuda.world import Split, World, cells_min, evenly, wander
 
 Place = tuple[str, int | None, int]
@@ -74,6 +75,16 @@ def missed(world: World) -> tuple[Counter[str], list[str]]:
             else:
                 unseen.append(f"step {at} {place} {op}")
     return reported, unseen
+
+
+EVENTS = {
+    "Ready": "uploads are not recorded", "Await": "a kernel does not wait for its pages",
+    "Used": "the last use of a cell is not recorded", "AfterUse": "a cell is filled while it is read",
+    "Written": "new rows are not recorded", "AfterWritten": "rows are saved before they are written",
+    "Saved": "saves are not recorded", "AfterSaved": "a tail is uploaded before its producer",
+    "AwaitSaved": "rows are written while they are being saved",
+}
+"""What each event of a plan is there against."""
 
 
 # --- a history of each kind -------------------------------------------------------------------------------------------
@@ -149,6 +160,9 @@ def test_a_plan_without_one_of_its_events_is_reported(name: str) -> None:
     reported, unseen = missed(world)
     assert unseen == []
     assert reported["Written"] and reported["AfterWritten"]
+    for kind, number in reported.items():
+        with fault(f"plans: {kind} left out", EVENTS[kind]) as planted:
+            planted.caught_by("plan checker", "plans on paper", number, number)
 
 
 def test_each_kind_of_event_was_among_them() -> None:
@@ -252,8 +266,10 @@ MISTAKES: dict[str, tuple[Callable[[], list[str]], str]] = {
 @pytest.mark.parametrize("name", MISTAKES)
 def test_a_planted_mistake_is_reported(name: str) -> None:
     make, expected = MISTAKES[name]
-    faults = make()
-    assert faults and any(expected in fault for fault in faults), faults
+    with fault(f"plans: {name}", "a mistake of the planner") as planted:
+        faults = make()
+        assert faults and any(expected in text for text in faults), faults
+        planted.caught_by("plan checker", "plans on paper")
 
 
 def test_a_residency_that_is_not_so_is_reported() -> None:
@@ -264,13 +280,17 @@ def test_a_residency_that_is_not_so_is_reported() -> None:
     tail = world.tables[1][-1]
     cell_of[:, tail] = cell_of[::-1, tail]
     wrong = evolve(plan, residency=evolve(plan.residency, held=evolve(held, cell_of=cell_of)))
-    assert any("does not hold page" in fault for fault in world.replayed(at, wrong))
+    with fault("plans: a residency that is not so", "what is resident is noted wrongly") as planted:
+        assert any("does not hold page" in text for text in world.replayed(at, wrong))
+        planted.caught_by("plan checker", "plans on paper")
 
 
 def test_a_host_that_does_not_wait_is_reported() -> None:
     world = ring()
-    world.checker.host_writes(world.tables[1][-1], 2)
-    assert any("while a transfer may be using it" in fault for fault in world.checker.faults)
+    with fault("plans: the host writes a page without waiting", "fork, save or load while copies run") as planted:
+        world.checker.host_writes(world.tables[1][-1], 2)
+        assert any("while a transfer may be using it" in text for text in world.checker.faults)
+        planted.caught_by("plan checker", "plans on paper")
     world = ring()
     world.checker.synchronize()
     world.checker.host_writes(world.tables[1][-1], 2)
