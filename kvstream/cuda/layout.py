@@ -24,7 +24,7 @@ All sizes are in bytes, all offsets from the beginning of the slab or the pool.
 
 from __future__ import annotations
 
-from attrs import field, frozen
+from attrs import evolve, field, frozen
 
 from ..errors import ConfigError
 from .types import KVType
@@ -47,6 +47,12 @@ TABLE_BYTES_MAX = 32 << 20
 """The table of partial results is no larger than this unless asked for: steps that need more use the running form."""
 TILE_BYTES_MAX = 4 << 20
 """Nor is what is said of tiles, which grows with the waves of a step: one with very many is sent in pieces."""
+
+INDEX_MAX = (1 << 31) - 1
+ROWS_MAX = 1 << 20
+SEQUENCES_MAX = 2047
+"""What 32-bit integers hold, also multiplied by the blocks of a row, and what a grid takes: a fold has its rows in the
+second dimension, which goes to 65,535, and a sequence brings up to 32 (``plan.TABLE_ROWS_MAX``)."""
 
 
 def _padded(size: int, to: int) -> int:
@@ -285,40 +291,51 @@ def cells_min(geometry: Geometry, rows_max: int, sequences_max: int) -> int:
 
 
 def plan_layout(geometry: Geometry, pool_bytes: int, host_bytes: int, rows_max: int, sequences_max: int,
-                context_max: int, table_slots: int | None = None) -> Layout:
-    """The layout with the most cells and host pages that the two budgets allow.
+                context_max: int, table_slots: int | None = None, *, host_taken: int = 0) -> Layout:
+    """The layout with the most cells and host pages that the two budgets allow. ``host_taken``: bytes of the host's
+    that are needed for something else.
 
     Raises ConfigError, with the numbers, when a sequence of ``context_max`` tokens does not fit into ``host_bytes``, or
     the workspaces and the fewest cells not into ``pool_bytes``.
     """
-    problems = [f"{name} is {value}, it must be at least 1"
-                for name, value in (("rows_max", rows_max), ("sequences_max", sequences_max),
-                                    ("context_max", context_max), ("table_slots", table_slots or 1)) if value < 1]
+    problems = [f"{name} is {value}, it must be at least 1" if value < 1 else
+                f"{name} is {value}, the kernels can count to {most}"
+                for name, value, most in (("rows_max", rows_max, ROWS_MAX), ("context_max", context_max, INDEX_MAX),
+                                          ("sequences_max", sequences_max, SEQUENCES_MAX),
+                                          ("table_slots", table_slots or 1, INDEX_MAX)) if not 1 <= value <= most]
     if problems:
         raise ConfigError(problems)
-    if table_slots is None:
-        slots_max = min(TABLE_BYTES_MAX, pool_bytes // 16) // geometry.partial_bytes
-        table_slots = max(1, min(sequences_max * geometry.pages(context_max), slots_max))
 
-    bare = Layout(geometry, 0, 0, rows_max, sequences_max, context_max, table_slots)
+    def with_pool(size: int, cells: int) -> Layout:
+        """So many cells, and the workspaces of a pool of that size."""
+        slots = table_slots
+        if slots is None:
+            slots_max = min(TABLE_BYTES_MAX, size // 16) // geometry.partial_bytes
+            slots = max(1, min(sequences_max * geometry.pages(context_max), slots_max))
+        return Layout(geometry, cells, 0, rows_max, sequences_max, context_max, slots)
+
+    bare = with_pool(pool_bytes, 0)
     host_page = geometry.layers * geometry.page_bytes
-    host_pages = (host_bytes - bare.host_bytes) // host_page
+    host_pages = (host_bytes - host_taken - bare.host_bytes) // host_page
     host_pages_min = max(geometry.pages(context_max), sequences_max)
     if host_pages < host_pages_min:
         what = f"{context_max} tokens"
         if host_pages_min > geometry.pages(context_max):
             what = f"{sequences_max} sequences of {what} and less"
-        needed = bare.host_bytes + host_pages_min * host_page
+        needed = host_taken + bare.host_bytes + host_pages_min * host_page
         problems.append(
             f"{host_bytes:,} bytes of host memory are too little: {what} are {host_pages_min} pages of "
-            f"{_size(host_page)} ({geometry.layers} layers), with {_size(bare.host_bytes)} for "
+            f"{_size(host_page)} ({geometry.layers} layers), with {_size(bare.host_bytes + host_taken)} for "
             f"staging {needed:,} bytes")
 
     fewest = cells_min(geometry, rows_max, sequences_max)
     room = (pool_bytes - bare.pool_bytes) // WORKSPACE_ALIGNMENT * WORKSPACE_ALIGNMENT
     cells = room // geometry.page_bytes
     if cells < fewest:
-        needed = Layout(geometry, fewest, 0, rows_max, sequences_max, context_max, table_slots).pool_bytes
+        needed = pool_bytes  # a larger pool has a larger table
+        while (smallest := with_pool(needed, fewest)).pool_bytes > needed:
+            needed = smallest.pool_bytes
+        bare = with_pool(needed, 0)
         largest = sorted(bare.workspaces, key=lambda workspace: -workspace.size)[:3]
         problems.append(
             f"a pool of {pool_bytes:,} bytes is too small: {fewest} cells of {_size(geometry.page_bytes)} are needed "
@@ -330,7 +347,7 @@ def plan_layout(geometry: Geometry, pool_bytes: int, host_bytes: int, rows_max: 
 
     # More cells than pages there are would never be used; the cells for what a step fills may be on top.
     most = geometry.layers * host_pages + fewest - geometry.layers * sequences_max
-    return Layout(geometry, min(cells, most), host_pages, rows_max, sequences_max, context_max, table_slots)
+    return evolve(bare, cells=min(cells, most), host_pages=host_pages)
 
 
 def _size(size: int) -> str:

@@ -4,9 +4,11 @@ numbers that would."""
 from __future__ import annotations
 
 import itertools
+import random
 import re
 
 import pytest
+from attrs import evolve
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -301,3 +303,28 @@ def test_limits_must_be_positive(name: str) -> None:
     limits = {"rows_max": 1, "sequences_max": 1, "context_max": 1} | {name: -1}
     with pytest.raises(ConfigError, match=f"{name} is -1"):
         plan_layout(QWEN, 64 * MIB, 4 << 30, **limits)
+
+
+def test_what_a_refusal_asks_for_is_enough() -> None:
+    """Also where the table of partials grows with the pool, and where the caller takes host memory for himself."""
+    dice = random.Random(1)
+    for _ in range(60):
+        shape = QWEN if dice.random() < 0.5 else evolve(QWEN, layers=dice.choice((1, 200)), head_size=64)
+        limits = (dice.choice((1, 7, 512)), dice.choice((1, 5, 64)), dice.choice((31, 10_000, 10_000_000)))
+        taken = dice.choice((0, 12_345))
+        with pytest.raises(ConfigError) as refused:
+            plan_layout(shape, dice.choice((-1, 0, 1 << 16)), 0, *limits, host_taken=taken)
+        host, pool = (int(re.findall(r"([\d,]+) bytes", problem.split(";")[0])[-1].replace(",", ""))
+                      for problem in refused.value.problems)
+        layout = plan_layout(shape, pool, host, *limits, host_taken=taken)
+        assert layout.pool_bytes <= pool and layout.host_bytes + taken <= host
+        with pytest.raises(ConfigError, match="bytes of host memory"):
+            plan_layout(shape, pool, host - 1, *limits, host_taken=taken)
+
+
+@pytest.mark.parametrize(("name", "value"), [("rows_max", 2_000_000), ("sequences_max", 2048), ("context_max", 1 << 31),
+                                             ("table_slots", 1 << 31)])
+def test_more_than_the_kernels_can_count_to_is_refused(name: str, value: int) -> None:
+    asked = {"rows_max": 1, "sequences_max": 1, "context_max": 1, "table_slots": 1} | {name: value}
+    with pytest.raises(ConfigError, match=f"{name} is {value}, the kernels can count to"):
+        plan_layout(QWEN, 1 << 60, 1 << 60, **asked)
