@@ -332,7 +332,7 @@ class _Step:
         """Wave 0 is of what is there; then one wave for each chunk. In the running form, pages wait for those before
         them."""
         layer, cells, chunks = self.layer, self.cells, self.waves[self.layer]
-        wave_of = np.zeros(cells.pages, np.int16)
+        wave_of = np.zeros(cells.pages, np.int32)
         for wave, chunk in enumerate(chunks, 1):
             wave_of[chunk.pages] = wave
         tables = [(part.sequence, np.array(part.pages, np.int64)) for part in self.demand.parts]
