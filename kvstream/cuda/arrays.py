@@ -39,17 +39,18 @@ class Arrays:
 
     def rows_in(self, k: Any, v: Any, values: int) -> tuple[int, int]:
         """Addresses of a layer's new rows."""
+        given = self._checked("k", k, values), self._checked("v", v, values)
         if self._sent is not None and not self._device.query(self._sent):
             self._device.synchronize(self._stream)  # the rows of the layer before have not been read yet
         self._sent = None
-        found = self._in("k", k, values), self._in("v", v, values)
+        found = self._in("k", given[0]), self._in("v", given[1])
         if not (isinstance(k, int) and isinstance(v, int)):
             self._sent = self._device.record(self._stream)
         return found
 
     def queries_in(self, q: Any, values: int) -> int:
         """No wait: whoever passes an array here has waited for the result of the one before."""
-        return self._in("q", q, values)
+        return self._in("q", self._checked("q", q, values))
 
     def result(self, address: int, values: int) -> NDArray[np.float32]:
         buffer = self._buffer("out")[: 4 * values]
@@ -61,14 +62,23 @@ class Arrays:
         self._buffers.clear()
         self._sent = None
 
-    def _in(self, name: str, given: Any, values: int) -> int:
+    def _checked(self, name: str, given: Any, values: int) -> int | NDArray[np.float32]:
+        """*Errors*: ``StepError``, before anything is done."""
         if isinstance(given, int):
+            if given <= 0:
+                raise StepError(f"{name} is at {given}, which is no address")
             return given
         array = np.ascontiguousarray(given, np.float32).reshape(-1)
         if array.size != values:
             raise StepError(f"{name} has {array.size} values, the step has {values}")
-        buffer = self._buffer(name)[: 4 * values]
-        buffer[:] = array.view(np.uint8)
+        self._buffer(name)
+        return array
+
+    def _in(self, name: str, given: int | NDArray[np.float32]) -> int:
+        if isinstance(given, int):
+            return given
+        buffer = self._buffer(name)[: given.nbytes]
+        buffer[:] = given.view(np.uint8)
         self._device.copy_in(self._stream, self.address(name), buffer)
         return self.address(name)
 

@@ -22,12 +22,13 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from operator import index as whole
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from attrs import asdict, frozen
 
-from ..errors import DeviceError, DeviceMemoryError, StepError
+from ..errors import ConfigError, DeviceError, DeviceMemoryError, StepError
 from .arrays import Arrays, array_bytes
 from .executor import Executor, Figures
 from .launches import Part, parts_of
@@ -45,6 +46,8 @@ if TYPE_CHECKING:
 log = logging.getLogger("kvstream.cuda")
 
 MIB = 1 << 20
+HALF_DONE = ("abandon_step", 0)
+"""What is expected while operations are enqueued, and after that has failed: half of them cannot be done again."""
 
 
 @frozen(eq=False)
@@ -64,10 +67,12 @@ class KVCache:
     """
 
     def __init__(self, device: Device, geometry: Geometry, opening: Opening) -> None:
+        if opening.sample_every < 1:
+            raise ConfigError(f"sample_every is {opening.sample_every}, it must be at least 1")
         own = array_bytes(geometry, opening.rows_max) if opening.arrays else 0
         self.geometry = geometry
-        self.layout = plan_layout(geometry, opening.pool_bytes, opening.host_bytes - own, opening.rows_max,
-                                  opening.sequences_max, opening.context_max, opening.table_slots)
+        self.layout = plan_layout(geometry, opening.pool_bytes, opening.host_bytes, opening.rows_max,
+                                  opening.sequences_max, opening.context_max, opening.table_slots, host_taken=own)
         self.device = device
         self._opening = opening
         self._scale = geometry.head_size**-0.5 if opening.scale is None else opening.scale
@@ -98,16 +103,22 @@ class KVCache:
         """A new sequence. ``tokens``: it begins with so many, whose KV is whatever lies in host memory; that is for
         measurements, which need a long context and not what it says."""
         with self._between_steps():
+            if not 0 <= tokens <= self.layout.context_max:
+                raise StepError(f"a sequence of {tokens} tokens: this cache was opened for {self.layout.context_max}")
             return self._sequences.create(tokens)
 
     def fork(self, sequence: int) -> int:
         with self._between_steps():
+            if self._sequences[sequence].tokens % self.geometry.page_tokens:
+                self._quiet()
             fork, change = self._sequences.fork(sequence)
             self._carry_out(change)
             return fork
 
     def truncate(self, sequence: int, tokens: int) -> None:
         with self._between_steps():
+            if self._sequences.shares_end(sequence, tokens):
+                self._quiet()
             self._carry_out(self._sequences.truncate(sequence, tokens))
 
     def drop(self, sequence: int) -> None:
@@ -118,10 +129,8 @@ class KVCache:
         return self._sequences[sequence].tokens
 
     def _carry_out(self, change: Change) -> None:
+        """Whoever has something to copy has waited for the device before he changed anything: that may fail."""
         self._residency = self._residency.without(change.freed)
-        if not change.copies:
-            return
-        self._quiet()
         for copy in change.copies:
             for layer in range(self.geometry.layers):
                 for to, of in zip(self._rows(layer, copy.target, copy.tokens),
@@ -134,7 +143,7 @@ class KVCache:
         """(sequence, new tokens) of each sequence in the step. *Errors*: ``StepError``, ``DeviceMemoryError``: nothing
         has changed, and the same step can be tried again once there is room."""
         with self._between_steps():
-            told = tuple((int(sequence), int(new)) for sequence, new in batch)
+            told = tuple((whole(sequence), whole(new)) for sequence, new in batch)
             self._check_batch(told)
             self._sequences.extend(told)
             try:
@@ -143,35 +152,45 @@ class KVCache:
                 self._residency = self._residency.without(
                     self._sequences.shrink(sequence for sequence, _ in told))
                 raise
-            self._step = step
+            self._step, self._expected = step, HALF_DONE
+            try:
+                figures = self._executor.begin(step.plan, step.parts, self._scale)
+            except BaseException as error:
+                if not _means_lost(error):
+                    self._give_back(step)
+                raise
             self._expected = ("append", 0)
-            figures = self._executor.begin(step.plan, step.parts, self._scale)
             if figures is not None:
                 self._heard(figures)
 
     def append(self, layer: int, k: Any, v: Any) -> None:
         """New rows of a layer, [rows][kv_heads][head_size] f32: arrays, or addresses of device memory."""
         with self._in_step("append", layer) as step:
-            executor = self._executor
-            executor.append(step.plan, layer, *self._arrays.rows_in(k, v, step.rows * self.geometry.row_values))
+            addresses = self._arrays.rows_in(k, v, step.rows * self.geometry.row_values)
+            self._expected = HALF_DONE
+            self._executor.append(step.plan, layer, *addresses)
             self._expected = ("attend", layer)
 
     def attend(self, layer: int, q: Any, out: int = 0) -> Any:
         """Attention of the new rows, [rows][q_heads][head_size] f32. An array comes back for an array, an address for
         an address (``out``, or one inside the pool that the next layer overwrites)."""
         with self._in_step("attend", layer) as step:
-            executor, geometry = self._executor, self.geometry
+            geometry = self.geometry
             values = step.rows * geometry.q_heads * geometry.head_size
+            if out < 0:
+                raise StepError(f"the result is to be at {out}, which is no address")
             q_at = self._arrays.queries_in(q, values)
             out_at = out or self._arrays.address("out")
-            executor.attend(step.plan, layer, q_at, out_at)
+            self._expected = HALF_DONE
+            self._executor.attend(step.plan, layer, q_at, out_at)
+            found = out_at if isinstance(q, int) else self._arrays.result(out_at, values).reshape(
+                step.rows, geometry.q_heads, geometry.head_size)
             self._expected = ("append", layer + 1) if layer + 1 < geometry.layers else ("end_step", 0)
-            if isinstance(q, int):
-                return out_at
-            return self._arrays.result(out_at, values).reshape(step.rows, geometry.q_heads, geometry.head_size)
+            return found
 
     def end_step(self) -> None:
         with self._in_step("end_step", 0) as step:
+            self._expected = HALF_DONE
             self._executor.end(step.plan)
             self._residency = step.plan.residency
             self._sequences.commit(step.batch)
@@ -183,10 +202,13 @@ class KVCache:
         if step is None:
             raise StepError("no step has been begun")
         with self._watched():
-            self._executor.abandon()
-            self._sequences.shrink(sequence for sequence, _ in step.batch)
-            self._residency = self._nothing()
-            self._step, self._expected = None, ("", 0)
+            self._give_back(step)
+
+    def _give_back(self, step: _Step) -> None:
+        self._executor.abandon()
+        self._sequences.shrink(sequence for sequence, _ in step.batch)
+        self._residency = self._nothing()
+        self._step, self._expected = None, ("", 0)
 
     def _check_batch(self, batch: tuple[tuple[int, int], ...]) -> None:
         layout = self.layout
@@ -253,8 +275,10 @@ class KVCache:
                                 f"{self.layout.context_max}")
             if [part.nbytes for part in saved.data] != [saved.tokens * row_bytes] * geometry.layers:
                 raise StepError(f"{saved.nbytes} bytes are not {saved.tokens} tokens of {geometry.layers} layers")
-            sequence = self._sequences.create(saved.tokens)
+            if any(part.dtype != np.uint8 or part.ndim != 1 for part in saved.data):
+                raise StepError("saved pages are arrays of bytes")
             self._quiet()
+            sequence = self._sequences.create(saved.tokens)
             for layer, part in enumerate(saved.data):
                 at = 0
                 for plane in (0, 1):
@@ -313,10 +337,9 @@ class KVCache:
             raise DeviceError(self._failed)
         try:
             yield
-        except (StepError, DeviceMemoryError):
-            raise
         except DeviceError as error:
-            self._failed = f"the device failed before: {error.message}"
+            if _means_lost(error):
+                self._failed = f"the device failed before: {error.message}"
             raise
 
     @contextmanager
@@ -333,6 +356,8 @@ class KVCache:
                 raise StepError("no step has been begun")
             if (call, layer) != self._expected:
                 wanted, at = self._expected
+                if self._expected == HALF_DONE:
+                    raise StepError("a call of this step failed half-way: it can only be abandoned")
                 raise StepError(f"{call} of layer {layer} now? Next is {wanted} of layer {at}")
             yield self._step
 
@@ -346,3 +371,8 @@ class KVCache:
             layout.workspace_bytes / MIB, self._host_bytes / MIB, layout.host_pages,
             layout.host_pages * geometry.page_tokens, geometry.k_type, geometry.v_type, geometry.head_size,
             geometry.q_heads, geometry.kv_heads)
+
+
+def _means_lost(error: BaseException) -> bool:
+    """Whether nothing can be done with the device after this error but to close it."""
+    return isinstance(error, DeviceError) and not isinstance(error, StepError | DeviceMemoryError)

@@ -191,6 +191,7 @@ class Executor:
         """Forget a step: everything that was enqueued has run, or the device is lost anyway."""
         self.quiet()
         self._loads.clear()
+        self._begun.clear()
         self._sample = None
 
     def quiet(self) -> None:

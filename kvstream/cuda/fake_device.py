@@ -313,9 +313,11 @@ class FakeDevice:
     def close(self) -> None:
         if self._closed:
             return
-        self.synchronize()
-        self._arrays.clear()
-        self._closed = True
+        try:
+            self.synchronize()
+        finally:
+            self._arrays.clear()
+            self._closed = True
 
     # --- time ---------------------------------------------------------------------------------------------------------
 

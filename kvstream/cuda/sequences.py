@@ -107,6 +107,11 @@ class Sequences:
         self._sequences[self._ids] = Sequence(pages, old.tokens)
         return self._ids, Change(copies)
 
+    def shares_end(self, sequence: int, tokens: int) -> bool:
+        """Whether others hold the page that would be the last one after ``truncate``: then part of it is copied."""
+        pages, at = self[sequence].pages, tokens // self.page_tokens
+        return bool(tokens % self.page_tokens) and 0 <= at < len(pages) and self._counts[pages[at]] > 1
+
     def truncate(self, sequence: int, tokens: int) -> Change:
         """Forget all but the first ``tokens``."""
         old = self[sequence]

@@ -45,23 +45,33 @@ class _Call(Generic[T]):
     error: BaseException | None = None
 
     def carry_out(self) -> None:
+        """Whatever happens, the caller is told: he waits for that and for nothing else."""
         try:
-            self.value = self.function()
-        except BaseException as error:
-            _clear_frames(error)
-            self.error = error
-        try:
-            self.token.run_sync_soon(self.done.set)
-        except trio.RunFinishedError:  # nobody is left to be told
-            pass
+            try:
+                self.value = self.function()
+            except BaseException as error:
+                self.error = error
+                _clear_frames(error)
+        finally:
+            try:
+                self.token.run_sync_soon(self.done.set)
+            except trio.RunFinishedError:  # nobody is left to be told
+                pass
 
 
 def _clear_frames(error: BaseException) -> None:
     """What a failed call had in its variables is let go here, on the device's thread, where it can be freed."""
-    seen: BaseException | None = error
-    while seen is not None:
-        traceback.clear_frames(seen.__traceback__)
-        seen = seen.__cause__ or seen.__context__
+    seen: dict[int, BaseException] = {}  # errors may have each other, or themselves, as their cause
+    left: list[BaseException | None] = [error]
+    while left:
+        one = left.pop()
+        if one is None or id(one) in seen:
+            continue
+        seen[id(one)] = one
+        traceback.clear_frames(one.__traceback__)
+        left += (one.__cause__, one.__context__)
+        if isinstance(one, BaseExceptionGroup):
+            left += one.exceptions
 
 
 class DeviceThread:
