@@ -28,6 +28,7 @@ class Borrowed:
     # As they are: a step makes hundreds of these calls, and its time is what is measured.
     copy_in: Any
     copy_out: Any
+    mapped: Any
     record: Any
     wait: Any
     launch: Any
@@ -37,7 +38,8 @@ class Borrowed:
     memory: Any
 
     def __init__(self, device: Device, arena: Bytes, streams: dict[str, Stream], managed: bool = False) -> None:
-        for name in ("copy_in", "copy_out", "record", "wait", "launch", "query", "elapsed_s", "synchronize", "memory"):
+        for name in ("copy_in", "copy_out", "mapped", "record", "wait", "launch", "query", "elapsed_s", "synchronize",
+                     "memory"):
             setattr(self, name, getattr(device, name))
         self._device, self._arena, self._streams, self._managed = device, arena, streams, managed
         self._used = 0
@@ -47,6 +49,10 @@ class Borrowed:
     @property
     def name(self) -> str:
         return self._device.name
+
+    @property
+    def computes(self) -> bool:
+        return self._device.computes
 
     def alloc(self, size: int) -> int:
         if self._managed:

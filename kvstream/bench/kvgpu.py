@@ -80,7 +80,7 @@ class About:
 
     @property
     def source(self) -> str:
-        return TRIED if self.name in STAND_INS else MEASURED
+        return TRIED if self.name.startswith(STAND_INS) else MEASURED
 
 
 def about(machine: Machine, setup: Setup) -> About:
