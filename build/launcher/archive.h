@@ -1,0 +1,10 @@
+#include <stdint.h>
+
+#define ARCHIVE_DAMAGED (-1)
+
+/* Writes what is in the `length` bytes at `start`, `raw` bytes when decompressed, into the folder of the descriptor
+ * `into`. Returns 0, an errno (ENOSYS: it is compressed, and zstd was not compiled in), or ARCHIVE_DAMAGED. */
+int archive_unpack(const unsigned char *start, uint64_t length, uint64_t raw, int zstd, int into);
+
+/* rm -r of `name` in the folder of the descriptor `at`; follows no links; what cannot be deleted stays. */
+void archive_delete(int at, const char *name);
