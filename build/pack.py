@@ -4,7 +4,7 @@
 
 The file is the launcher, the archive, and 128 bytes of footer; launcher/launcher.c reads the same layout. The archive
 is a ustar of the folder, sorted, without owners and times, compressed by zstd with its checksum (``--plain``: not at
-all, for launchers that were built without zstd). What it is called in the cache is the hash of the uncompressed archive: it
+all, for launchers that were built without zstd). Its name in the cache is the hash of the uncompressed archive: it
 changes when the contents do, and only then.
 """
 

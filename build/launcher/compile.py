@@ -44,7 +44,7 @@ def main() -> None:
     try:
         compiled(into, plain)
     except NoCompiler as error:
-        sys.exit(f"{error}\nThe launcher needs gcc, libc.a, and libzstd.a with zstd.h (Debian: gcc libc6-dev libzstd-dev).")
+        sys.exit(f"{error}\nThe launcher needs gcc, libc.a, libzstd.a and zstd.h (Debian: gcc libc6-dev libzstd-dev).")
 
 
 if __name__ == "__main__":

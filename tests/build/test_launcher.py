@@ -111,9 +111,10 @@ def test_without_proc(launchers: Launchers, make: Make, tmp_path: Path, monkeypa
     file = make(launchers.compiled("no-proc", 'SELF_EXE="/nonexistent/exe"'))
     cache = tmp_path / "cache"
     monkeypatch.chdir(tmp_path)
-    for words, path in ((["./kvstream"], f"{tmp_path}:/bin"), (["kvstream"], f"{tmp_path}:/bin")):
-        done = subprocess.run(["/bin/sh", "-c", f"exec {words[0]}"], env={"PATH": path, "KVSTREAM_CACHE_DIR": str(cache)},
-                              capture_output=True, text=True, timeout=WAIT_S)
+    env = {"PATH": f"{tmp_path}:/bin", "KVSTREAM_CACHE_DIR": str(cache)}
+    for words in ("./kvstream", "kvstream"):
+        done = subprocess.run(["/bin/sh", "-c", f"exec {words}"], env=env, capture_output=True, text=True,
+                              timeout=WAIT_S)
         assert done.returncode == 0, done.stderr
         found = re.search(r"argv0=(\S+) file=(\S+)", done.stdout)
         assert found is not None and found[1] == f"{cache}/{file.digest}/kvstream"
