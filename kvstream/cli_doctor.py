@@ -42,14 +42,20 @@ def _question(url: str | None, config: str | None) -> Question:
 @click.option("--json", "as_json", is_flag=True, help="The report as JSON.")
 @click.option("--isolation", is_flag=True,
               help="Also test with some model calls whether sessions can see each other's text.")
+@click.option("--parts", is_flag=True, help="Only try each optional part of KVStream itself: what it does, how long it "
+              "takes to load, or why it is missing.")
 @_config_option
 @click.pass_context
-def doctor(ctx: click.Context, url: str | None, as_json: bool, isolation: bool, config: str | None) -> None:
+def doctor(ctx: click.Context, url: str | None, as_json: bool, isolation: bool, parts: bool,
+           config: str | None) -> None:
     """Say what runs on this machine, what the runtime lacks for KVStream, and the flag or setting that helps.
 
     Changes nothing, and asks nothing that would load a model (--isolation does: it makes some short model calls).
     Exit code 0: no problem; 1: problems; 2: the configuration is wrong.
     """
+    if parts:
+        _show_parts(as_json)
+        return
     from rich.console import Console
 
     from .gateway.doctor import run_examination
@@ -66,6 +72,26 @@ def doctor(ctx: click.Context, url: str | None, as_json: bool, isolation: bool, 
     else:
         show(report, Console(highlight=False))
     ctx.exit(report.exit_code)
+
+
+def _show_parts(as_json: bool) -> None:
+    """What is missing is no problem: everything but these parts works without them."""
+    from . import __version__
+    from .parts import form, own_file, tried
+
+    found = list(tried())
+    if as_json:
+        import json
+
+        rows = [{"name": one.part.package, "version": one.version, "ms": round(one.took_s * 1e3),
+                 "problem": one.problem} for one in found]
+        click.echo(json.dumps({"version": __version__, "form": form(), "file": own_file(),
+                               "python": sys.version.split()[0], "parts": rows}, indent=2))
+        return
+    click.echo(f"KVStream {__version__} ({form()}), Python {sys.version.split()[0]}")
+    for one in found:
+        state = one.problem or f"{one.version} ({one.took_s * 1000:.0f} ms)".strip()
+        click.echo(f"  {one.part.package}, for {one.part.gives}: {state}")
 
 
 def _with_isolation(report: Report, question: Question) -> Report:

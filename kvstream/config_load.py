@@ -31,7 +31,7 @@ FILE_NAME = "kvstream.toml"
 FILE_BYTES_MAX = 2**20  # a configuration is some kilobytes; anything larger is another file named by mistake
 ENV_PREFIX = "KVSTREAM_"
 # Read by others (the 0.1 names by scripts that still set them, Grafana's by its dashboards), or no key at all.
-ENV_OTHERS = ("BACKEND", "BACKEND_URL", "KEY", "MODEL", "TRACEBACK")
+ENV_OTHERS = ("BACKEND", "BACKEND_URL", "CACHE_DIR", "FILE", "KEY", "MODEL", "TRACEBACK")
 ENV_OTHER_PREFIXES = ("GRAFANA_", "SERVICE_")  # Kubernetes sets NAME_SERVICE_HOST for a service of that name
 TRUE_WORDS = ("true", "1", "yes", "on")
 FALSE_WORDS = ("false", "0", "no", "off")

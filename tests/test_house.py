@@ -26,7 +26,9 @@ OWN_IMPORTS: tuple[tuple[str, str | None], ...] = (
     (r"adapters(\..*)?", r"adapters(\..*)?|core\.types"),
     (r"config(_\w+)?", r"config(_\w+)?|errors"),
     (CUDA_PURE, rf"{CUDA_PURE}|core\.types|errors"),
+    (r"cuda\.device", r"cuda(\..*)?|core\.types|errors|parts"),  # which says what a missing driver means
     (r"cuda(\..*)?", r"cuda(\..*)?|core\.types|errors"),
+    (r"parts|licenses", r"errors"),
     (r"gateway\.(?!serve|library|demo|dashboard)\w+", r"(?!cli|bench|native|__main__).*"),
     (r".*", None),
 )

@@ -7,11 +7,13 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import ConfigError
+from ..parts import to_add
 from .record import Record
 from .report import describe_load
 from .result import Result, TargetResult, class_of
 
 MEASURES = (("ttft", "time to first token"), ("e2e", "whole answer"))
+HINT = "pip install '.[plots]' (kvstream[plots])"
 COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9")  # told apart also by the colour-blind
 
 
@@ -20,7 +22,7 @@ def check_available() -> None:
     try:
         import matplotlib  # noqa: F401
     except ImportError as error:
-        raise ConfigError("--plot needs matplotlib: pip install '.[plots]' (kvstream[plots])") from error
+        raise ConfigError(f"--plot needs matplotlib: {to_add('matplotlib', HINT)}") from error
 
 
 def write_plot(result: Result, file: Path) -> None:

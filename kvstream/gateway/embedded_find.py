@@ -20,6 +20,7 @@ from typing import Literal, Union
 from attrs import field, frozen
 
 from ..errors import EmbeddedError
+from ..parts import to_add
 from .embedded_child import clean_environment, read_flags
 
 FROZEN_SUBCOMMAND = "_llama-child"
@@ -92,8 +93,9 @@ def find_server(spec: EmbeddedSpec) -> FoundServer:
     if importlib.util.find_spec("xllamacpp") is not None:
         return FoundServer("xllamacpp")
     raise EmbeddedError(
-        "there is no llama.cpp server to run the model: run `pip install '.[embedded]'` in KVStream's folder,"
-        " or put llama-server on PATH, or name it with --llama-server"
+        "there is no llama.cpp server to run the model: "
+        + to_add("xllamacpp", "run `pip install '.[embedded]'` in KVStream's folder")
+        + ", or put llama-server on PATH, or name it with --llama-server"
     )
 
 
