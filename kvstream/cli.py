@@ -25,6 +25,7 @@ from . import __version__
 from .cli_bench import bench_options, kv, refuse_group_flags
 from .cli_cache import cache
 from .cli_doctor import completion, doctor, models
+from .cli_licenses import licenses
 from .errors import ConfigError, KVStreamError, PortInUseError
 
 if TYPE_CHECKING:
@@ -143,7 +144,7 @@ def main() -> None:
     """A proxy in front of your model runtime that hands out its KV memory page by page."""
 
 
-for _command in (doctor, models, cache, completion):
+for _command in (doctor, models, cache, completion, licenses):
     main.add_command(_command)
 
 
