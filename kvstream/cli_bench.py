@@ -214,8 +214,10 @@ def sweep_of(given: dict[str, Any]) -> Sweep:
     except ImportError as error:
         if error.name != "numpy":
             raise
-        raise ConfigError("bench kv needs numpy: pip install '.[plots]' (kvstream[plots]) brings it, and the "
-                          "pictures") from error
+        from .parts import to_add
+
+        usual = "pip install '.[plots]' (kvstream[plots]) brings it, and the pictures"
+        raise ConfigError(f"bench kv needs numpy: {to_add('numpy', usual)}") from error
 
     model = model_of(given["model_geometry"])
     other_ms, other_prefill_ms = other_ms_of(given["other_ms"], model, given["ubatch_size"])

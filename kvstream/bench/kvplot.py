@@ -7,9 +7,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from ..parts import to_add
 from .kvfiles import replace
 from .kvpoint import Point, Setup
-from .plots import COLOURS
+from .plots import COLOURS, HINT
 
 PICTURES = ("kv-stream-sweep.png", "kv-stream-sweep.svg")
 BLUE, RED, GREEN, PINK, ORANGE, SKY = COLOURS
@@ -21,7 +22,7 @@ def lacking() -> str | None:
     try:
         import matplotlib  # noqa: F401
     except ImportError:
-        return "no pictures without matplotlib: pip install '.[plots]' (kvstream[plots])"
+        return f"no pictures without matplotlib: {to_add('matplotlib', HINT)}"
     return None
 
 
