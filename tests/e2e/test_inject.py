@@ -44,10 +44,11 @@ def gateway_of(llama: RealLlama, files: Path, folder: Path) -> Any:
 
 
 async def hard(gateway: GatewayProcess) -> None:
-    """Wait for the self-check."""
+    """Wait for the self-check, for the next one too where a busy machine lets the first take too long."""
     with trio.fail_after(patience(20)):
         while "hard inject: hard:" not in gateway.text():
-            assert "hard inject: soft" not in gateway.text(), gateway.text()
+            soft = [line for line in gateway.text().splitlines() if "hard inject: soft" in line]
+            assert all("it is made again by itself" in line for line in soft), gateway.text()
             await trio.sleep(0.05)
 
 

@@ -45,16 +45,18 @@ async def test_case_73_health_answers_while_a_big_body_comes_in() -> None:
                     await trio.sleep(0.01)
 
             nursery.start_soon(poll)
+            started = trio.current_time()
             response = await rig.send(body)
             await response.read_head()
             await response.read_all()
+            whole = trio.current_time() - started
             done.set()
         assert response.status == 200
         assert len(rig.runtime.journal.calls[0].request.body) >= 50 * MB
         await response.close()
     # client, gateway and fake share this process and its one thread, so this is an upper bound for all three
-    print(f"slowest /health: {slowest * 1000:.0f} ms")
-    assert slowest < 1.0
+    print(f"slowest /health: {slowest * 1000:.0f} ms of {whole * 1000:.0f}")
+    assert slowest < 0.6 * whole
 
 
 async def test_case_73_memory_comes_back() -> None:
