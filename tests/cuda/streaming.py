@@ -92,8 +92,8 @@ def same(shape: Shape, found: Played | Digest, expected: Played | Digest, stream
     assert (one.text, one.rows) == (other.text, other.rows)
     geometry, counters = shape.geometry(), one.stats.counters
     if streamed:
-        assert counters["in_pages"] > 0 and counters["steps_streamed"] > 0 and counters["batches"] > 0
-        assert counters["waits"] > 0
+        assert counters["in_pages"] > 0 and counters["batches"] > 0 and counters["waits"] > 0
+        assert counters["steps_streamed"] > 0 or counters["rows"] > one.fed  # those that streamed were given up
     else:
         assert counters["in_pages"] == counters["in_calls"] == 0
     assert counters["in_bytes"] == counters["in_pages"] * geometry.page_bytes
