@@ -37,9 +37,11 @@ class Arrays:
         """Of a workspace."""
         return self._pool + self._layout.workspace(name).offset
 
-    def rows_in(self, k: Any, v: Any, values: int) -> tuple[int, int]:
+    def rows_in(self, k: Any, v: Any, rows: int) -> tuple[int, int]:
         """Addresses of a layer's new rows."""
-        given = self._checked("k", k, values), self._checked("v", v, values)
+        geometry = self._layout.geometry
+        shape = rows, geometry.kv_heads, geometry.head_size
+        given = self._checked("k", k, shape), self._checked("v", v, shape)
         if self._sent is not None and not self._device.query(self._sent):
             self._device.synchronize(self._stream)  # the rows of the layer before have not been read yet
         self._sent = None
@@ -48,9 +50,10 @@ class Arrays:
             self._sent = self._device.record(self._stream)
         return found
 
-    def queries_in(self, q: Any, values: int) -> int:
+    def queries_in(self, q: Any, rows: int) -> int:
         """No wait: whoever passes an array here has waited for the result of the one before."""
-        return self._in("q", self._checked("q", q, values))
+        geometry = self._layout.geometry
+        return self._in("q", self._checked("q", q, (rows, geometry.q_heads, geometry.head_size)))
 
     def result(self, address: int, values: int) -> NDArray[np.float32]:
         buffer = self._buffer("out")[: 4 * values]
@@ -62,15 +65,30 @@ class Arrays:
         self._buffers.clear()
         self._sent = None
 
-    def _checked(self, name: str, given: Any, values: int) -> int | NDArray[np.float32]:
-        """*Errors*: ``StepError``, before anything is done."""
+    def _checked(self, name: str, given: Any, shape: tuple[int, int, int]) -> int | NDArray[np.float32]:
+        """``shape``: rows, heads, head size; the heads of a row, or everything, may also come as one. Of what is on the
+        device already only the address can be looked at. *Errors*: ``StepError``, before anything is done."""
         if isinstance(given, int):
             if given <= 0:
                 raise StepError(f"{name} is at {given}, which is no address")
             return given
-        array = np.ascontiguousarray(given, np.float32).reshape(-1)
-        if array.size != values:
-            raise StepError(f"{name} has {array.size} values, the step has {values}")
+        try:
+            array = np.asarray(given)
+        except ValueError as error:
+            raise StepError(f"{name} is no array: {error}") from error
+        if array.dtype.kind not in "fiu":
+            raise StepError(f"{name} is of {array.dtype}: rows are f32 numbers, or the address of such")
+        rows, heads, size = shape
+        if array.size != rows * heads * size:
+            raise StepError(f"{name} has {array.size} values, the step has {rows * heads * size}: {rows} rows of "
+                            f"{heads} heads of {size}")
+        if array.shape not in (shape, (rows, heads * size), (rows * heads * size,)):
+            raise StepError(f"{name} has the shape {array.shape}, the step has {rows} rows of {heads} heads of {size}")
+        with np.errstate(over="ignore"):
+            array = np.ascontiguousarray(array, np.float32).reshape(-1)
+        wrong = array.size - int(np.isfinite(array).sum())
+        if wrong:
+            raise StepError(f"{wrong} values of {name} are not finite f32 numbers")
         self._buffer(name)
         return array
 

@@ -166,7 +166,7 @@ class KVCache:
     def append(self, layer: int, k: Any, v: Any) -> None:
         """New rows of a layer, [rows][kv_heads][head_size] f32: arrays, or addresses of device memory."""
         with self._in_step("append", layer) as step:
-            addresses = self._arrays.rows_in(k, v, step.rows * self.geometry.row_values)
+            addresses = self._arrays.rows_in(k, v, step.rows)
             self._expected = HALF_DONE
             self._executor.append(step.plan, layer, *addresses)
             self._expected = ("attend", layer)
@@ -179,7 +179,7 @@ class KVCache:
             values = step.rows * geometry.q_heads * geometry.head_size
             if out < 0:
                 raise StepError(f"the result is to be at {out}, which is no address")
-            q_at = self._arrays.queries_in(q, values)
+            q_at = self._arrays.queries_in(q, step.rows)
             out_at = out or self._arrays.address("out")
             self._expected = HALF_DONE
             self._executor.attend(step.plan, layer, q_at, out_at)

@@ -161,13 +161,13 @@ def _folded(acc: Floats, ml: Floats, maximum: Floats, total: Floats, terms: Floa
         old, new = np.exp(ml[:, 0] - top), np.exp(maximum - top)
         sums = np.stack([top, ml[:, 1] * old + total * new], axis=1)
         both = acc * old[:, None] + terms * new[:, None]
-    seen = total > 0
+    seen = total != 0  # a sum that is no number is handed on
     return np.where(seen[:, None], both, acc), np.where(seen[:, None], sums, ml)
 
 
 def _divided(acc: Floats, ml: Floats) -> Floats:
     total = ml[:, 1:]
-    return np.where(total > 0, acc / np.where(total > 0, total, np.float32(1)), np.float32(0))
+    return np.where(total != 0, acc / np.where(total != 0, total, np.float32(1)), np.float32(0))
 
 
 def _kind(code: int) -> KVType:

@@ -195,9 +195,9 @@ class Blind(Arrays):
 class Hurried(Arrays):
     """Writes a layer's rows over those of the layer before, read or not."""
 
-    def rows_in(self, k: Any, v: Any, values: int) -> tuple[int, int]:
+    def rows_in(self, k: Any, v: Any, rows: int) -> tuple[int, int]:
         self._sent = None
-        return super().rows_in(k, v, values)
+        return super().rows_in(k, v, rows)
 
 
 ARRAYS: MappingProxyType[str, type[Arrays]] = MappingProxyType({

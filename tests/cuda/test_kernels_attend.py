@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from attrs import evolve
 from numpy.typing import NDArray
 
 from kvstream.cuda import kernels
@@ -138,6 +139,20 @@ def test_what_a_later_token_holds_does_not_reach_an_earlier_row(machine: Alone) 
     for out in (desk.table(case.all_at_once()), desk.running(case.all_at_once())):
         assert same_bits(out[:9], clean[:9])
         assert np.isnan(out[9:]).all()  # a NaN is handed on, never swallowed
+
+
+def test_a_query_that_is_no_number_harms_no_other(machine: Alone) -> None:
+    geometry = geometry_of("q8_0", "q4_0", 64, kv_heads=2, group=2)
+    case = Case.random(geometry, [(70, 3), (33, 1)], seed=8)
+    clean = computed(machine, case)
+    q = case.q.copy()
+    q[1, 2, 7] = np.nan
+    machine.clear()
+    desk = Desk(machine, evolve(case, q=q))
+    for out in (desk.table(case.all_at_once()), desk.table(case.in_waves(3)), desk.running(case.in_waves(3))):
+        assert np.isnan(out[1, 2]).all()
+        out[1, 2] = clean[1, 2]
+        assert same_bits(out, clean)
 
 
 @pytest.mark.parametrize("window", [1, 5, 32, 33, 64, 1000])
