@@ -302,7 +302,8 @@ def plan_layout(geometry: Geometry, pool_bytes: int, host_bytes: int, rows_max: 
                 f"{name} is {value}, the kernels can count to {most}"
                 for name, value, most in (("rows_max", rows_max, ROWS_MAX), ("context_max", context_max, INDEX_MAX),
                                           ("sequences_max", sequences_max, SEQUENCES_MAX),
-                                          ("table_slots", table_slots or 1, INDEX_MAX)) if not 1 <= value <= most]
+                                          ("table_slots", 1 if table_slots is None else table_slots, INDEX_MAX))
+                if not 1 <= value <= most]
     if problems:
         raise ConfigError(problems)
 

@@ -300,9 +300,10 @@ def test_refusals_name_what_is_needed() -> None:
 
 @pytest.mark.parametrize("name", ["rows_max", "sequences_max", "context_max", "table_slots"])
 def test_limits_must_be_positive(name: str) -> None:
-    limits = {"rows_max": 1, "sequences_max": 1, "context_max": 1} | {name: -1}
-    with pytest.raises(ConfigError, match=f"{name} is -1"):
-        plan_layout(QWEN, 64 * MIB, 4 << 30, **limits)
+    for value in (-1, 0):
+        limits = {"rows_max": 1, "sequences_max": 1, "context_max": 1} | {name: value}
+        with pytest.raises(ConfigError, match=f"{name} is {value}"):
+            plan_layout(QWEN, 64 * MIB, 4 << 30, **limits)
 
 
 def test_what_a_refusal_asks_for_is_enough() -> None:
