@@ -95,3 +95,11 @@ bench-inject *args:
 # Compile the CUDA kernels for every GPU that is supported (needs nvcc); kernels.txt is what the compiler said
 kernels *args:
     {{python}} build/kernels.py {{args}}
+
+# On a machine with a GPU: everything that is to be seen there, in less than eight minutes (--wheels DIR: what it lacks)
+gpu *args:
+    {{python}} tests/cuda/gpu/run.py {{args}}
+
+# Fill a folder with what `just gpu` needs on a machine without a network (--for 3.12: another Python there)
+gpu-wheels *args:
+    {{python}} build/gpu_wheels.py {{args}}

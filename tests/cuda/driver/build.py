@@ -174,7 +174,12 @@ class Builder:
                         (into / "include" / below).write_bytes(wheel.read(name))
 
     def _build_pycuda(self, into: Path) -> None:
-        work = into.parent
+        # `import pycuda.driver` needs nothing but numpy, which the child takes from this environment.
+        with zipfile.ZipFile(self.pycuda_wheel(into.parent)) as wheel:
+            wheel.extractall(into)
+
+    def pycuda_wheel(self, work: Path, *pip: str | Path) -> Path:
+        """Compiled in ``work``, with further options for pip."""
         (work / "stub").mkdir()
         # Something to link against: the name inside is all that counts, the symbols may stay open.
         (work / "stub.c").write_text("int cuInit(unsigned flags) { return (int)flags; }\n", "utf-8")
@@ -190,12 +195,10 @@ class Builder:
             if (real / name).exists():
                 (home / name).symlink_to(real / name)
         # Without pip's cache: what lies there may have been built with other settings, and ours is for nobody else.
-        run([*PIP, "wheel", "--no-cache-dir", "--no-deps", "--no-binary", "pycuda", "-w", work / "wheels",
+        run([*PIP, "wheel", "--no-cache-dir", "--no-deps", "--no-binary", "pycuda", "-w", work / "wheels", *pip,
              f"pycuda=={PYCUDA}"], HOME=str(home),
             XDG_CONFIG_HOME=os.environ.get("XDG_CONFIG_HOME", str(real / ".config")))
-        # `import pycuda.driver` needs nothing but numpy, which the child takes from this environment.
-        with zipfile.ZipFile(next((work / "wheels").glob("*.whl"))) as wheel:
-            wheel.extractall(into)
+        return next((work / "wheels").glob("*.whl"))
 
     def _build_driver(self, into: Path, sources: Sequence[Path], wanted: Iterable[str]) -> None:
         work = into.parent
