@@ -173,8 +173,8 @@ def _point(known: About, gpu: Gpu, prompt_tokens: int, seen: _Seen) -> Point:
     predicted_ms = sum(step.ms for step in steps)
     token_ms = predicted_ms / len(steps)
     sampled = [step for step in (usual if any(step.sampled for step in usual) else steps) if step.sampled]
-    compute_ms = 1e3 * sum(step.sampled_s - step.waited_s for step in sampled) / sum(
-        step.sampled for step in sampled) if sampled else token_ms
+    compute_ms = min(token_ms, 1e3 * sum(step.sampled_s - step.waited_s for step in sampled) / sum(
+        step.sampled for step in sampled)) if sampled else token_ms  # where the host is late, samples make it later
     copy_ms = mean("bytes") / (gpu.link_gib_s * 1024 * MIB) * 1e3 if gpu.link_gib_s > 0 else 0.0
     exposed_ms = max(0.0, token_ms - compute_ms)
     first = first_streamed(setup, layout)
