@@ -74,30 +74,7 @@ class Setup:
 
 @frozen
 class Point:
-    """A row of the results. Times in ms, of a decoded token where nothing else is said. None: there is no such figure.
-
-    * ``source`` and ``device``: whether it was simulated or measured, and the card.
-    * ``prefill_tps``, ``prompt_ms``: of the whole prompt, as far as not all of it was run from ``prefill_steps`` of its
-      micro-batches. ``predicted_ms``: of all ``decode_tokens`` together; ``wall_seconds``: prompt and these.
-    * ``vram_*``: memory of the device before the pool, with it, and what is free then.
-    * ``stream_*``: from how many tokens on pages have to be copied; steps that were looked at; pages of a layer; those
-      of them that stay on the device, on average; cells of the ring; changes of the split.
-    * ``compute_ms``: what the token takes without waiting for copies. Simulated: the constants. Measured: the sampled
-      steps without the time in which the compute stream waited for a page; what the host is late with is in it.
-    * ``copy_ms``: what the bytes take at ``link_gib_s``, simulated with the price of each call. ``exposed_ms``: the
-      token without ``compute_ms``; ``overlap_pct``: the share of ``copy_ms`` that is not exposed.
-    * ``miss_rate``: batches of pages that came too late, of those looked at. ``cross_layer_prefetches``: batches that
-      were sent before their layer began.
-    * ``other_ms``: of the token's time, what stands for a model without its attention. Measured with 0, times are
-      those of KV alone: no model was there. ``host_ms``: what the host takes to enqueue a token.
-    * ``baseline_decode_tps``: without any copy; simulated by the constants, measured with everything resident, if that
-      was asked for. ``predicted_decode_tps``: the longer of computation and copies.
-    * ``all_resident_decode_tps``, ``host_only_decode_tps``, ``managed_decode_tps``: see ``BASELINES``.
-    * ``page_entry_ms``: the slowest token about the beginning of a new page; ``page_entry_reload_ms``: simulated, the
-      same if the whole pool had to be loaded again then, as in the original.
-    * ``published_*``: of the original, with as many tokens.
-    * ``pool_tries``: pools that were tried. ``notes``: what else one must know, and why a figure is missing.
-    """
+    """A row of the results; DESIGN.md says what each figure is. None: there is none."""
 
     source: str
     device: str

@@ -21,7 +21,7 @@ def test_a_pool_is_found_and_baselines_run(simulated: Simulated, tmp_path: Path)
     """A MiB of the 3.5 is in the place of the model, and the inputs take some: 2 are left, and the context needs 3. As
     managed memory it has them."""
     row, output = measured(simulated, tmp_path, baselines="all-resident,host-only,managed")
-    assert (row["source"], row["device"]) == ("no GPU", "KVStream simulated device")
+    assert row["source"] == "no GPU" and row["device"].startswith("KVStream simulated device")
     assert (row["pool_mib"], row["pool_tries"], row["streaming_active"]) == ("2", "1", "True")
     assert float(row["h2d_mib_per_token"]) > 0.1
     assert float(row["host_only_decode_tps"]) > 0 and float(row["managed_decode_tps"]) > 0
