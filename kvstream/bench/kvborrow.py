@@ -113,8 +113,6 @@ class Busy:
         fixed = 2 * acc_bytes + ml_bytes
         self._address = device.alloc(fixed + 16 * (len(wanted_s) + 1))
         self._host = device.pinned(fixed + 16)
-        sums = self._host[acc_bytes : acc_bytes + ml_bytes].view(np.float32)
-        sums[1::2] = 1.0  # or the page would count as empty
         device.copy_in(stream, self._address, self._host[:fixed])
         self._ml, self._out, self._rows = (
             self._address + acc_bytes, self._address + acc_bytes + ml_bytes, self._address + fixed)

@@ -301,18 +301,22 @@ def test_ctrl_c_keeps_the_points(tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert len(rows_of(tmp_path)) == 3 and len(again.opened) == 3
 
 
-def test_measured_and_simulated_are_never_mixed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+class Named(Card):
+    def __init__(self) -> None:
+        super().__init__()
+        self.name = "a GPU"
+
+
+def test_measured_and_simulated_are_never_mixed(tmp_path: Path) -> None:
     assert run_sweep(sweep(tmp_path, last=2048), Cards(Card).machine()) == 0
     assert {row["source"] for row in rows_of(tmp_path)} == {TRIED} and TRIED != MEASURED
     before = (tmp_path / RESULTS).read_bytes()
     simulated = evolve(ASKED, profile=PROFILES["h200"])
     with pytest.raises(ConfigError, match="source was 'no GPU' and is 'simulated'"):
         run_sweep(sweep(tmp_path, simulated, last=2048))
-    monkeypatch.setattr(Card, "name", "a GPU")
     with pytest.raises(ConfigError, match="source was 'no GPU' and is 'measured'"):
-        run_sweep(sweep(tmp_path, last=2048), Cards(Card).machine())
+        run_sweep(sweep(tmp_path, last=2048), Cards(Named).machine())
     with pytest.raises(ConfigError, match="reserve_mib was None and is 0"):
-        monkeypatch.setattr(Card, "name", "fake device")
         run_sweep(sweep(tmp_path, evolve(ASKED, reserve_mib=0), last=2048), Cards(Card).machine())
     assert (tmp_path / RESULTS).read_bytes() == before
     other = tmp_path / "simulated"
