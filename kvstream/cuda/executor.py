@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 from attrs import define, field, frozen
 
 from ..errors import StepError
-from .launches import Drafts, Encodings, Io, Loads, Part
+from .launches import Drafts, Encodings, Io, Part
 from .layout import STAGED, Layout
 from .ops import (
     AfterSaved,
@@ -41,6 +41,7 @@ from .ops import (
     Written,
 )
 from .plan import Plan
+from .tables import Loads, Steady
 
 if TYPE_CHECKING:
     from .device import Bytes, Device, Event, Stream
@@ -135,7 +136,9 @@ class Executor:
             raise
         stagings = [self.slab[start : start + layout.staging_bytes] for start in map(layout.staging, (0, 1))]
         staged = min(layout.workspace(name).offset for name in STAGED)
-        self._loads = Loads(device, self.compute, self.pool + staged, (stagings[0], stagings[1]), self._loaded)
+        self._region = self.pool + staged
+        self._loads = Loads(device, self.compute, self._region, (stagings[0], stagings[1]), self._loaded)
+        self._steady: Steady | None = None
         self._io = Io()
         self._events: dict[Name, Event] = {}
         self._recorded: set[Name] = set()
@@ -164,11 +167,20 @@ class Executor:
         counters.rows += sum(part.rows for part in parts)
         self._layer = -1
         self._encoded.next_step()
-        drafts = Drafts(self.layout, self.pool, parts, scale, self._encoded)
-        self._loads.begin(_of_layers(drafts, plan))
+        self._tell(plan, parts, scale)
         self._calls_before = counters.in_calls
         self.run(plan.begin)
         return figures
+
+    def _tell(self, plan: Plan, parts: tuple[Part, ...], scale: float) -> None:
+        """The kernels' tables, or what is new in them."""
+        geometry, steady = self.layout.geometry, self._steady
+        if steady is not None and steady.fits(plan.attend, parts, geometry):
+            self._loads.again(steady.words(parts), steady.places)
+            return
+        self._steady = None  # if this fails half-way
+        self._loads.begin(_of_layers(Drafts(self.layout, self.pool, parts, scale, self._encoded), plan))
+        self._steady = Steady.of(plan.attend, parts, geometry, self._loads, self._region)
 
     def append(self, plan: Plan, layer: int, k: int, v: int) -> None:
         self._layer = layer
@@ -192,7 +204,7 @@ class Executor:
         self.quiet()
         self._loads.clear()
         self._begun.clear()
-        self._sample = None
+        self._sample = self._steady = None
 
     def quiet(self) -> None:
         """Wait until nothing runs. Then pages of the slab may be read and written by the host."""
@@ -273,8 +285,9 @@ class Executor:
             self.counters.out_calls += 1
 
     def _launch(self, kernel: str) -> None:
-        draft, addresses = self._loads.take(kernel)
-        self._device.launch(self.compute, draft.kernel, draft.grid, draft.block, draft.args(addresses, self._io),
+        placed = self._loads.take(kernel)
+        draft = placed.draft
+        self._device.launch(self.compute, draft.kernel, draft.grid, draft.block, draft.args(placed.addresses, self._io),
                             draft.shared_bytes)
         self.counters.launches += 1
 

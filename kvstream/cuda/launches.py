@@ -1,22 +1,15 @@
 """From the compute ops of a plan to kernel launches: argument lists, grids, and the tables that the kernels read.
 
 Theory of operation. A plan is frozen before anything runs, so everything the kernels are told about a step is known at
-its beginning: where each page and each new row lies, which rows look at which page. These *tables* are put one after
-the other into a region of the pool (the staged workspaces of ``layout``, taken as one piece) by one copy at the start
-of the step. A step that has more to tell than the region holds, which takes very many waves of very many rows, sends
-it in several loads, each before the first launch that reads it. The copies are on the compute stream, hence after all
-launches that read the load before.
-
-On the host a load is written into one of two pinned stagings in turn, so the host may prepare the next while the last
-is still being read.
+its beginning: where each page and each new row lies, which rows look at which page. These *tables* are made here;
+``tables`` puts them on the device, into the staged workspaces of ``layout``, taken as one piece.
 """
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any
 
 import numpy as np
 from attrs import define, frozen
@@ -39,11 +32,6 @@ from .kernels import (
 )
 from .layout import Layout
 from .ops import Attend, Fold, Write
-
-if TYPE_CHECKING:
-    from .device import Bytes, Device, Event, Stream
-
-TABLE_ALIGNMENT: Final = 16
 
 Table = NDArray[Any]
 
@@ -247,81 +235,3 @@ class Drafts:
             mine[:, 1], mine[:, 2] = part.rows, self._geometry.pages(part.after)
             mine[:, 3] = part.first_row + rows
         return folds
-
-
-@frozen(eq=False)
-class _Placed:
-    draft: Draft
-    addresses: tuple[int, ...]
-    load: int
-
-
-class Loads:
-    """Puts the tables of a step on the device, ahead of the launches that read them."""
-
-    def __init__(self, device: Device, stream: Stream, region: int, stagings: tuple[Bytes, Bytes],
-                 on_load: Callable[[int, bool], None]) -> None:
-        self._device, self._stream, self._region, self._stagings = device, stream, region, stagings
-        self._on_load = on_load  # told (bytes, whether the host had to wait)
-        self._sent: list[Event | None] = [None, None]
-        self._turn = 0
-        self._drafts: Iterator[Draft] = iter(())
-        self._next: Draft | None = None
-        self._placed: deque[_Placed] = deque()
-
-    def begin(self, drafts: Iterator[Draft]) -> None:
-        """The launches of a step, in the order in which ``take`` will be called."""
-        self._drafts = drafts
-        self._next = next(drafts, None)
-        self._placed.clear()
-        self._load()
-
-    def take(self, kernel: str) -> tuple[Draft, tuple[int, ...]]:
-        """The next launch, whose tables are on the device as far as the compute stream is concerned."""
-        if not self._placed:
-            self._load()
-        if not self._placed or not self._placed[0].draft.kernel.startswith(kernel):
-            raise StepError(f"the step has no launch of {kernel} now")
-        placed = self._placed.popleft()
-        return placed.draft, placed.addresses
-
-    def clear(self) -> None:
-        self._drafts, self._next = iter(()), None
-        self._placed.clear()
-        self._sent = [None, None]
-
-    def _load(self) -> None:
-        if self._next is None:
-            return
-        turn, self._turn = self._turn, 1 - self._turn
-        waited = False
-        sent = self._sent[turn]
-        if sent is not None and not self._device.query(sent):
-            self._device.synchronize(self._stream)
-            waited = True
-        staging = self._stagings[turn]
-        known: dict[int, int] = {}
-        used = 0
-        while self._next is not None:
-            fresh = [table for table in self._next.tables if id(table) not in known]
-            needed = sum(_padded(table.nbytes) for table in fresh)
-            if used + needed > len(staging):
-                if not used:
-                    raise StepError(f"a launch of {self._next.kernel} needs {needed} bytes of tables, there are "
-                                    f"{len(staging)}")
-                break
-            for table in fresh:
-                if id(table) not in known:
-                    staging[used : used + table.nbytes] = table.reshape(-1).view(np.uint8)
-                    known[id(table)] = used
-                    used += _padded(table.nbytes)
-            self._placed.append(_Placed(
-                self._next, tuple(self._region + known[id(table)] for table in self._next.tables), turn))
-            self._next = next(self._drafts, None)
-        self._device.copy_in(self._stream, self._region, staging[:used])
-        self._sent[turn] = self._device.record(self._stream)
-        self._on_load(used, waited)
-
-
-def _padded(size: int) -> int:
-    return -(-size // TABLE_ALIGNMENT) * TABLE_ALIGNMENT

@@ -16,8 +16,8 @@ from attrs import evolve
 from kvstream.cuda import cache
 from kvstream.cuda.arrays import Arrays
 from kvstream.cuda.executor import Executor
-from kvstream.cuda.launches import Loads
 from kvstream.cuda.ops import STREAM, Attend, Ready, Save, Saved, Upload, Used, Write, Written
+from kvstream.cuda.tables import Loads
 
 WAITS = MappingProxyType({
     "compute does not wait for uploads": ("compute", "ready"),
@@ -155,11 +155,11 @@ class Careless(Executor):
         super().__init__(*args, **kwargs)
         load = self._loads
 
-        def begin(drafts: Any) -> None:
+        def free_staging() -> int:
             load._sent = [None, None]
-            Loads.begin(load, drafts)
+            return Loads._free_staging(load)
 
-        load.begin = begin  # type: ignore[method-assign]
+        load._free_staging = free_staging  # type: ignore[method-assign]
 
 
 OTHERS: MappingProxyType[str, type[Executor]] = MappingProxyType({

@@ -10,7 +10,8 @@ import pytest
 from kvstream.cuda import executor
 from kvstream.cuda.fake_device import POISON_FREED, POISON_HOST, POISON_NEW, FakeDevice, Launch, Speeds
 from kvstream.cuda.fake_kernels import KERNELS
-from kvstream.cuda.launches import Draft, Loads
+from kvstream.cuda.launches import Draft
+from kvstream.cuda.tables import Loads, Steady
 from kvstream.errors import DeviceError
 from tests.cuda.streaming import opening_of, play
 from tests.cuda.test_streaming import ONE, SMALL, feed, fewest, on_fake
@@ -123,6 +124,31 @@ def test_a_step_with_more_tables_than_fit_at_once(monkeypatch: pytest.MonkeyPatc
     assert resident.stats.counters["table_calls"] == resident.stats.counters["steps"]
 
 
+def test_what_kernels_read_on_the_host_waits_for_no_copy() -> None:
+    device = timed(kernel_s=lambda launch: 0.0)
+    copy, compute = device.stream("copy"), device.stream("compute")
+    address, host = device.alloc(4 << 20), device.pinned(4 << 20)
+    device.copy_in(copy, address, host[:2_000_000])  # 2 ms
+    device.launch(compute, "kv_tables", (1, 1, 1), (256, 1, 1), (device.mapped(host), address, 10_000, 0))
+    assert compute.handle.ready_s == pytest.approx(2e-6 + 2 * 0.00016)  # half of the link each
+    device.copy_in(copy, address, host[:1_000_000])
+    assert copy.handle.ready_s == pytest.approx(0.00316)
+
+
+def test_a_step_that_repeats_tells_only_what_has_changed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two sequences, in one order and the other, and widths: the same bits, in a small part of the bytes."""
+    script = (feed(a=40), feed(b=62), feed(b=10), *[feed(a=1, b=1)] * 9, *[feed(b=1, a=1)] * 5, *[feed(a=3, b=1)] * 7,
+              *[feed(a=1, b=1)] * 9)
+    told, played = [], []
+    for _ in range(2):
+        for seed in (None, 1, 2):
+            played.append(on_fake(SMALL, fewest(SMALL, 2) + 2, script, seed, sequences_max=2))
+        told.append(played[-1].stats.counters["table_bytes"])
+        monkeypatch.setattr(Steady, "fits", lambda *args: False)
+    assert all(one.outputs == played[0].outputs for one in played)
+    assert told[0] < 0.7 * told[1]
+
+
 def test_an_array_is_sent_once_per_load() -> None:
     device = FakeDevice(KERNELS)
     sizes = []
@@ -133,7 +159,7 @@ def test_an_array_is_sent_once_per_load() -> None:
     shared, own = np.arange(60, dtype=np.int32), np.arange(4, dtype=np.int32)
     drafts = [Draft("k", (1, 1, 1), (1, 1, 1), 0, (shared, own), lambda at, io: tuple(at)) for _ in range(3)]
     loads.begin(iter(drafts))
-    taken = [loads.take("k")[1] for _ in range(3)]
+    taken = [loads.take("k").addresses for _ in range(3)]
     assert sizes == [240 + 16] and len(set(taken)) == 1
     assert (device.device_memory.ints(taken[0][0], 60) == shared).all()
     with pytest.raises(DeviceError, match="no launch of k"):

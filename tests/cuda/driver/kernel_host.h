@@ -42,6 +42,8 @@ struct dim3 {
 
 namespace sim {
 
+#define UNWATCHED __attribute__((no_sanitize_thread))  // what runs between launches
+
 struct Source {
     uintptr_t at;
     size_t size;
@@ -68,11 +70,11 @@ struct Packed {  // C order, natural alignment, no padding at the end: as PyCUDA
         call<KERNEL>(static_cast<const char *>(args), std::index_sequence_for<A...>());
     }
     template <Source (*READS)(A...), size_t... I>
-    static Source ask_for(const char *args, std::index_sequence<I...>) {
-        return READS(*reinterpret_cast<const A *>(args + offset(I))...);
+    UNWATCHED static Source ask_for(const char *args, std::index_sequence<I...>) {
+        return READS(*reinterpret_cast<const A *>(args + std::integral_constant<size_t, offset(I)>::value)...);
     }
     template <Source (*READS)(A...)>
-    static Source ask(const void *args) {
+    UNWATCHED static Source ask(const void *args) {
         return ask_for<READS>(static_cast<const char *>(args), std::index_sequence_for<A...>());
     }
 };
@@ -90,9 +92,11 @@ Packed<A...> packed(void (*)(A...));
 
 // The host memory that a launch reads, out of its arguments: the driver then sees when the host changes it too early.
 #define SIM_SOURCE(name, from, bytes, ...)                                                                       \
-    static sim::Source name##_reads(__VA_ARGS__) { return {reinterpret_cast<uintptr_t>(from), size_t(bytes)}; } \
-    SIM_EXPORT void sim_source_##name(const void *args, uintptr_t *at, uint64_t *size) {                        \
-        const sim::Source source = decltype(sim::packed(name))::ask<name##_reads>(args);                        \
+    UNWATCHED static sim::Source name##_reads(__VA_ARGS__) {                                                     \
+        return {reinterpret_cast<uintptr_t>(from), size_t(bytes)};                                               \
+    }                                                                                                            \
+    SIM_EXPORT UNWATCHED void sim_source_##name(const void *args, uintptr_t *at, uint64_t *size) {               \
+        const sim::Source source = decltype(sim::packed(name))::ask<name##_reads>(args);                         \
         *at = source.at;                                                                                         \
         *size = source.size;                                                                                     \
     }
