@@ -40,6 +40,7 @@ if TYPE_CHECKING:
 
 STREAM_NON_BLOCKING: Final = 1  # CU_STREAM_NON_BLOCKING: no order with the default stream of other libraries
 SHARED_BYTES_FREE: Final = 48 * 1024  # dynamic shared memory that needs no opt-in
+SHARED_BYTES_MAX: Final = 64 * 1024  # of a block, on the smallest of the GPUs that the kernels are built for
 IMAGE: Final = "kv.fatbin"
 
 

@@ -31,7 +31,7 @@ from attrs import define, field, frozen
 from numpy.typing import NDArray
 
 from ..errors import DeviceError, DeviceMemoryError
-from .device import Event, PinnedRanges, Stream, address_of
+from .device import SHARED_BYTES_MAX, Event, PinnedRanges, Stream, address_of
 from .kernels import tables_bytes
 
 if TYPE_CHECKING:
@@ -270,6 +270,8 @@ class FakeDevice:
     def launch(self, stream: Stream, kernel: str, grid: tuple[int, ...], block: tuple[int, ...],
                args: Sequence[int | float], shared_bytes: int = 0) -> None:
         self._call()
+        if shared_bytes > SHARED_BYTES_MAX:
+            raise DeviceError(f"launch {kernel}: {shared_bytes} bytes of shared memory, there are {SHARED_BYTES_MAX}")
         launch = Launch(kernel, grid, block, tuple(args), shared_bytes)
         queue: _Queue = stream.handle
         queue.ready_s = max(queue.ready_s, self.host_s) + self.speeds.launch_s + self.speeds.kernel_s(launch)
@@ -313,6 +315,7 @@ class FakeDevice:
     def close(self) -> None:
         if self._closed:
             return
+        self._call()
         try:
             self.synchronize()
         finally:

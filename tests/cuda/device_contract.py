@@ -181,6 +181,24 @@ def kernels_read_pinned_memory(device: Device) -> None:
         device.mapped(np.zeros(16, np.uint8))
 
 
+def a_kernel_may_take_more_shared_memory_than_is_free(device: Device) -> None:
+    """Beyond 48 KiB it has to be asked for, and every GPU that is supported has 64; nothing has 4 MiB."""
+    stream, values = device.stream("compute"), 64
+    host, at = device.pinned(4096), device.alloc(4096)
+    host[: 4 * values].view(np.float32)[:] = np.arange(values)
+    host[512:520].view(np.uint64)[0] = at + 1024
+    device.copy_in(stream, at, host[:1024])
+    args = (at, at, at + 512, at + 512, 1, values, KVType.F32.code, KVType.F32.code)
+    for shared_bytes in (48 * 1024 + 16, 62 * 1024, 0):
+        with pytest.raises(DeviceError, match="kv_write"):
+            device.launch(stream, "kv_write", (1, 1, 1), (128, 1, 1), args, 4 << 20)
+        device.launch(stream, "kv_write", (1, 1, 1), (128, 1, 1), args, shared_bytes)
+        device.copy_out(stream, host[2048 : 2048 + 4 * values], at + 1024)
+        device.synchronize(stream)
+        assert (host[2048 : 2048 + 4 * values].view(np.float32) == np.arange(values)).all()
+        host[2048:] = 0
+
+
 def it_stays_on_its_thread(device: Device) -> None:
     stream, errors = device.stream("copy"), []
     calls: list[Callable[[], Any]] = [
@@ -216,4 +234,5 @@ SCENES: tuple[Callable[[Device], None], ...] = (
     memory_is_given_and_taken_back, too_much_memory_is_an_error_and_no_loss, bytes_come_back,
     memory_that_is_not_pinned_is_refused, events_order_streams, a_wait_is_for_what_was_recorded_before_it,
     an_event_happens_while_it_is_asked_for, timed_events_have_times, kernels_run,
-    kernels_read_pinned_memory, it_stays_on_its_thread, it_is_closed_once_and_for_all)
+    a_kernel_may_take_more_shared_memory_than_is_free, kernels_read_pinned_memory, it_stays_on_its_thread,
+    it_is_closed_once_and_for_all)
