@@ -178,8 +178,8 @@ class Builder:
         with zipfile.ZipFile(self.pycuda_wheel(into.parent)) as wheel:
             wheel.extractall(into)
 
-    def pycuda_wheel(self, work: Path, *pip: str | Path) -> Path:
-        """Compiled in ``work``, with further options for pip."""
+    def pycuda_wheel(self, work: Path, *more: str | Path, pip: Sequence[str] = PIP) -> Path:
+        """Compiled in ``work``, with ``more`` options for pip."""
         (work / "stub").mkdir()
         # Something to link against: the name inside is all that counts, the symbols may stay open.
         (work / "stub.c").write_text("int cuInit(unsigned flags) { return (int)flags; }\n", "utf-8")
@@ -195,7 +195,7 @@ class Builder:
             if (real / name).exists():
                 (home / name).symlink_to(real / name)
         # Without pip's cache: what lies there may have been built with other settings, and ours is for nobody else.
-        run([*PIP, "wheel", "--no-cache-dir", "--no-deps", "--no-binary", "pycuda", "-w", work / "wheels", *pip,
+        run([*pip, "wheel", "--no-cache-dir", "--no-deps", "--no-binary", "pycuda", "-w", work / "wheels", *more,
              f"pycuda=={PYCUDA}"], HOME=str(home),
             XDG_CONFIG_HOME=os.environ.get("XDG_CONFIG_HOME", str(real / ".config")))
         return next((work / "wheels").glob("*.whl"))

@@ -80,7 +80,8 @@ def _compiled(wheels: Path, names: list[str], work: Path) -> Path:
                  f"(include/cuda.h; KVSTREAM_CUDA_ROOT names their folder). {_remedies(names)}")
     print(f"compiling PyCUDA for Python {PYTHON}; that takes a minute or two", flush=True)
     try:
-        return Builder(work / "cache").pycuda_wheel(work, "--no-index", "--find-links", wheels).parent
+        return Builder(work / "cache").pycuda_wheel(
+            work, "--no-index", "--find-links", wheels, "--disable-pip-version-check", pip=_pip(wheels)).parent
     except (BuildFailed, NothingToBuildWith) as error:
         sys.exit(f"PyCUDA could not be compiled here: {error}\n{_remedies(names)}")
 

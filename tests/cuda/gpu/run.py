@@ -51,10 +51,10 @@ STEPS = (
     Step("device", "tests.cuda.gpu.proofs:device", 60, needed=True),
     Step("contract", "tests.cuda.gpu.proofs:contract", 60),
     Step("bandwidth", "tests.cuda.gpu.speeds:bandwidth", 40),
-    Step("decode", "tests.cuda.gpu.speeds:decode", 120),
+    Step("decode", "tests.cuda.gpu.speeds:decode", 150),
     Step("resident", "tests.cuda.gpu.speeds:resident", 40),
     Step("prefill", "tests.cuda.gpu.speeds:prefill", 60),
-    Step("bitwise", "tests.cuda.gpu.proofs:bitwise", 200),  # takes what time there is, so it is the last
+    Step("bitwise", "tests.cuda.gpu.proofs:bitwise", 320),  # takes what time there is, so it is the last
 )
 
 

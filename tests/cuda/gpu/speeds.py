@@ -28,7 +28,7 @@ from tests.cuda.gpu.bench import Bench
 MIB, GIB = 1 << 20, 1 << 30
 SHARES = (1.0, 0.75, 0.5, 0.25, 0.1, 0.0)
 """Of the cells in which everything is resident; 0: one ring cell, the fewest with which a step can be done."""
-WARM_UP, TOKENS, POINT_S = 4, 16, 4.0
+WARM_UP, TOKENS, POINT_S = 4, 16, 3.0
 TINY = Model("tiny", 2, 1, 2, 64, weights_mib=1)
 
 
