@@ -93,7 +93,7 @@ def main() -> None:
         text = report(options.nvcc, found, image.stat().st_size)
         print(text)
         spilling = [f"{name} on {arch}" for name, arch, _, stack, spilled in found
-                    if name.startswith("kv_attend") and (stack or spilled)]
+                    if name.startswith(("kv_attend", "kv_wide")) and (stack or spilled)]
         if spilling:
             sys.exit(f"spills: {', '.join(spilling)}")
         if image.stat().st_size > MIB_MAX * 2**20:

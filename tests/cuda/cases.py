@@ -155,14 +155,16 @@ class Desk:
         return entries, starts
 
     def _attend(self, grid: tuple[int, int, int], entries: NDArray[Any], tiles: Any, acc: Any, ml: Any,
-                out: Any) -> None:
+                out: Any, wide: bool = False) -> None:
         g = self.geometry
         running = tiles is not None
+        threads = kernels.WIDE_THREADS if wide else kernels.attend_threads(g.head_size)
+        shared = (kernels.wide_shared_bytes(g.head_size) if wide
+                  else kernels.attend_shared_bytes(g.head_size, g.page_tokens, running))
         self.machine.launch(
-            f"kv_attend_{g.head_size}", grid, kernels.attend_threads(g.head_size),
-            kernels.attend_shared_bytes(g.head_size, g.page_tokens, running), self.q, self.k_pages, self.v_pages,
-            entries, self.positions, tiles if running else 0, acc, ml, out, self.case.scale, g.kv_heads, g.group,
-            g.page_tokens, g.k_type.code, g.v_type.code, self.case.window)
+            f"{'kv_wide' if wide else 'kv_attend'}_{g.head_size}", grid, threads, shared, self.q, self.k_pages,
+            self.v_pages, entries, self.positions, tiles if running else 0, acc, ml, out, self.case.scale, g.kv_heads,
+            g.group, g.page_tokens, g.k_type.code, g.v_type.code, self.case.window)
 
     def table(self, waves: Waves) -> NDArray[Any]:
         """Partials into a table, wave by wave, then the fold."""
@@ -188,8 +190,13 @@ class Desk:
                             self.machine.array(np.array(rows, np.int32)), out, g.q_heads)
         return self.machine.read(out)
 
-    def running(self, waves: Waves) -> NDArray[Any]:
+    def wide(self, waves: Waves) -> NDArray[Any]:
+        """Wave by wave on tensor cores."""
+        return self.running(waves, wide=True)
+
+    def running(self, waves: Waves, wide: bool = False) -> NDArray[Any]:
         """Wave by wave into a running state."""
+        vectors = kernels.WIDE_VECTORS if wide else kernels.VECTORS
         g, case = self.geometry, self.case
         acc = self.machine.empty(len(case.q), g.q_heads, g.head_size)
         ml = self.machine.empty(len(case.q), g.q_heads, 2)
@@ -199,11 +206,11 @@ class Desk:
             entries, starts = self._entries(begin, end, [0] * len(begin))
             flags = (kernels.TILE_BEGIN if wave == 0 else 0) | (kernels.TILE_END if wave == len(waves) - 1 else 0)
             tiles = [[starts[number], end[number] - begin[number], case.first_rows[number], sequence.rows,
-                      kernels.VECTORS * tile, flags, 0, 0] for number, sequence in enumerate(case.sequences)
-                     for tile in range(kernels.tiles(sequence.rows, g.group))]
+                      vectors * tile, flags, 0, 0] for number, sequence in enumerate(case.sequences)
+                     for tile in range(kernels.tiles(sequence.rows, g.group, vectors))]
             packed = self.machine.array(np.array(entries or [[0] * 8], np.int32))
             self._attend(kernels.running_grid(len(tiles), g.kv_heads), packed,
-                         self.machine.array(np.array(tiles, np.int32)), acc, ml, out)
+                         self.machine.array(np.array(tiles, np.int32)), acc, ml, out, wide)
             begin = list(end)
         return self.machine.read(out)
 

@@ -29,6 +29,9 @@ def test_every_kernel_is_in_the_report_for_every_architecture_and_none_spills() 
         assert len(row) == 1 + 7 and all(cell.isdigit() for cell in row[1:]), row  # "(stack+spills)" would be no digit
         if row[0].startswith("kv_attend"):
             threads = kernels.attend_threads(int(row[0].rsplit("_", 1)[1]))
+        if row[0].startswith("kv_wide"):
+            threads = kernels.WIDE_THREADS
+        if row[0].startswith(("kv_attend", "kv_wide")):
             assert all(2 * threads * int(cell) <= 65536 for cell in row[1:]), f"{row[0]}: not two blocks at a time"
 
 
@@ -43,11 +46,13 @@ def test_launch_shapes_fit_every_gpu(head_size: int) -> None:
     threads = kernels.attend_threads(head_size)
     assert threads % 32 == 0 and head_size <= threads <= 1024
     assert kernels.attend_shared_bytes(head_size, kernels.PAGE_TOKENS_MAX, running=True) <= 48 * 1024
+    assert kernels.wide_shared_bytes(head_size) <= 48 * 1024
 
 
 def test_the_readme_has_the_same_arguments() -> None:
     text = (FOLDER / "README.md").read_text("utf-8")
     assert re.findall(r"^`([Pif]+)`$", text, re.MULTILINE) == [
-        kernels.WRITE_FORMAT, kernels.TABLES_FORMAT, kernels.ATTEND_FORMAT, kernels.FOLD_FORMAT]
+        kernels.WRITE_FORMAT, kernels.TABLES_FORMAT, kernels.ATTEND_FORMAT, kernels.FOLD_FORMAT,
+        kernels.ATTEND_FORMAT]
     table, running = (kernels.attend_shared_bytes(256, 256, form) for form in (False, True))
-    assert f"{table:,} and {running:,}" in text
+    assert f"{table:,} and {running:,}" in text and f"{kernels.wide_shared_bytes(256):,}" in text

@@ -12,6 +12,12 @@ HEAD_SIZES: Final = (64, 80, 96, 128, 256)
 VECTORS: Final = 8
 """Query heads of one kv head, over one or several rows, that one block takes."""
 
+WIDE_VECTORS: Final = 64
+"""The same for a block of ``kv_wide``."""
+WIDE_THREADS: Final = 128
+WIDE_ROWS_MIN: Final = 33
+"""New rows of one sequence in a step from which ``kv_wide`` may attend for them: more than a verify step ever has."""
+
 ENTRY_INTS: Final = 8
 TILE_INTS: Final = 8
 FOLD_INTS: Final = 4
@@ -39,7 +45,7 @@ def kernel_formats() -> dict[str, str]:
     """Every kernel of the image, with the format of its arguments."""
     formats = {"kv_write": WRITE_FORMAT, "kv_tables": TABLES_FORMAT}
     for head_size in HEAD_SIZES:
-        formats[f"kv_attend_{head_size}"] = ATTEND_FORMAT
+        formats[f"kv_attend_{head_size}"] = formats[f"kv_wide_{head_size}"] = ATTEND_FORMAT
         formats[f"kv_fold_{head_size}"] = FOLD_FORMAT
     return formats
 
@@ -60,9 +66,16 @@ def attend_shared_bytes(head_size: int, page_tokens: int, running: bool) -> int:
     return 4 * floats
 
 
-def tiles(rows: int, group: int) -> int:
+def wide_shared_bytes(head_size: int) -> int:
+    tokens = 16 if head_size == 256 else 32
+    key_words = head_size // 2 + (0 if head_size // 2 % 16 == 8 else 8)
+    value_words = 2 * head_size + 8
+    return 4 * (tokens * key_words + tokens // 4 * value_words + 16 + WIDE_THREADS // 32 + 2 * WIDE_VECTORS)
+
+
+def tiles(rows: int, group: int, vectors: int = VECTORS) -> int:
     """Blocks per kv head that the rows of one sequence take."""
-    return -(-rows * group // VECTORS)
+    return -(-rows * group // vectors)
 
 
 def table_grid(entries: int, kv_heads: int, rows_max: int, group: int) -> Grid:

@@ -1,5 +1,5 @@
 // The kernels by name. README.md in this folder: arguments, grid, block, shared memory.
-#include "attend.cuh"
+#include "wide.cuh"
 
 extern "C" __global__ void __launch_bounds__(128)
 kv_write(const float *k_source, const float *v_source, const u64 *k_rows, const u64 *v_rows, int rows, int values,
@@ -40,6 +40,14 @@ SIM_SOURCE(kv_tables, from, size_t(words) * (scattered ? 20 : 16), const float *
                    k_type, v_type, window});                                                                            \
     }                                                                                                                   \
     SIM_KERNEL(kv_attend_##D)                                                                                           \
+    extern "C" __global__ void __launch_bounds__(WIDE_THREADS, Strip<D>::BLOCKS)                                        \
+    kv_wide_##D(const float *q, const u64 *k_pages, const u64 *v_pages, const int *entries, const int *positions,       \
+                const int *tiles, float *acc, float *ml, float *out, float scale, int kv_heads, int group,              \
+                int page_tokens, int k_type, int v_type, int window) {                                                  \
+        attend_wide<D>({q, k_pages, v_pages, entries, positions, tiles, acc, ml, out, scale, kv_heads, group,           \
+                        page_tokens, k_type, v_type, window});                                                          \
+    }                                                                                                                   \
+    SIM_KERNEL(kv_wide_##D)                                                                                             \
     extern "C" __global__ void __launch_bounds__(D)                                                                     \
     kv_fold_##D(const float *acc, const float *ml, const int *rows, float *out, int q_heads) {                          \
         fold_table<D>(acc, ml, rows, out, q_heads);                                                                     \

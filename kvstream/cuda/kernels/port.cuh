@@ -26,6 +26,12 @@ struct Eight {
 struct Pair {
     unsigned at[2];
 };
+struct Quad {
+    unsigned at[4];
+};
+struct Two {
+    float at[2];
+};
 
 static __device__ __forceinline__ float float_of_bits(unsigned bits) { return __uint_as_float(bits); }
 static __device__ __forceinline__ unsigned bits_of_float(float value) { return __float_as_uint(value); }
@@ -36,7 +42,7 @@ static __device__ __forceinline__ unsigned short half_of_float(float value) {
     return __half_as_ushort(__float2half_rn(value));
 }
 
-// Wide loads and stores: the address must be a multiple of 16 (four, eight) or 8 (pair).
+// Wide loads and stores: the address must be a multiple of 16 (four, eight) or 8 (pair, two).
 static __device__ __forceinline__ Four load_four(const void *from) {
     const float4 got = *static_cast<const float4 *>(from);
     return {{got.x, got.y, got.z, got.w}};
@@ -49,8 +55,24 @@ static __device__ __forceinline__ Pair load_pair(const void *from) {
     const uint2 got = *static_cast<const uint2 *>(from);
     return {{got.x, got.y}};
 }
+static __device__ __forceinline__ Two load_two(const float *from) {
+    const float2 got = *reinterpret_cast<const float2 *>(from);
+    return {{got.x, got.y}};
+}
+static __device__ __forceinline__ void store_two(float *to, float a, float b) {
+    *reinterpret_cast<float2 *>(to) = make_float2(a, b);
+}
+static __device__ __forceinline__ void store_two(unsigned *to, unsigned a, unsigned b) {
+    *reinterpret_cast<uint2 *>(to) = make_uint2(a, b);
+}
 static __device__ __forceinline__ void store_four(float *to, float a, float b, float c, float d) {
     *reinterpret_cast<float4 *>(to) = make_float4(a, b, c, d);
+}
+
+// Two values as f16 in one word, the first in the lower bits.
+static __device__ __forceinline__ unsigned pack_halves(float low, float high) {
+    const __half2 both = __floats2half2_rn(low, high);
+    return *reinterpret_cast<const unsigned *>(&both);
 }
 
 // Addresses that come out of a table: without this the compiler must take them for any kind of memory.
@@ -58,6 +80,13 @@ template <class T>
 static __device__ __forceinline__ T *global_pointer(T *pointer) {
     __builtin_assume(__isGlobal(pointer));
     return pointer;
+}
+
+// A value that the compiler knows nothing of. What is computed from it stays where it is written: computed ahead of a loop
+// once for all its turns, and for each of nine types, it would take more registers than there are.
+static __device__ __forceinline__ int opaque(int value) {
+    asm volatile("" : "+r"(value));
+    return value;
 }
 
 // acc[c][m] += p[m] v[c], fused, except where p is 0: there it stays as it is, whatever v may be.
@@ -85,13 +114,37 @@ static __device__ __forceinline__ float warp_sum(float value) {
     for (int apart = 16; apart > 0; apart >>= 1) value += __shfl_xor_sync(0xffffffffu, value, apart);
     return value;
 }
-// Eight sums at once, each over the four adjacent lanes 4i .. 4i + 3: (0 + 1) + (2 + 3).
-static __device__ __forceinline__ void quad_sum(Eight &sums) {
+// Several sums at once, each over the four adjacent lanes 4i .. 4i + 3: (0 + 1) + (2 + 3).
+template <class Sums>
+static __device__ __forceinline__ void quad_sum(Sums &sums) {
 #pragma unroll
     for (int apart = 1; apart <= 2; apart <<= 1) {
 #pragma unroll
-        for (int n = 0; n < 8; ++n) sums.at[n] += __shfl_xor_sync(0xffffffffu, sums.at[n], apart);
+        for (int n = 0; n < int(sizeof(sums.at) / sizeof(float)); ++n)
+            sums.at[n] += __shfl_xor_sync(0xffffffffu, sums.at[n], apart);
     }
+}
+static __device__ __forceinline__ float quad_max(float value) {
+    value = fmaxf(value, __shfl_xor_sync(0xffffffffu, value, 1));
+    return fmaxf(value, __shfl_xor_sync(0xffffffffu, value, 2));
+}
+
+// c += a b, 16 x 16 times 16 x 8, by the whole warp: f16 products, f32 sums. Which lane holds what: wide.cuh. Turing has
+// only the half of it, 16 x 8 times 8 x 8, whose fragments are the first and the second half of these.
+static __device__ __forceinline__ void mma_16816(Four &c, const Quad &a, const Pair &b) {
+#if __CUDA_ARCH__ >= 800
+    asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
+                 "{%0, %1, %2, %3};"
+                 : "+f"(c.at[0]), "+f"(c.at[1]), "+f"(c.at[2]), "+f"(c.at[3])
+                 : "r"(a.at[0]), "r"(a.at[1]), "r"(a.at[2]), "r"(a.at[3]), "r"(b.at[0]), "r"(b.at[1]));
+#else
+#pragma unroll
+    for (int half = 0; half < 2; ++half)
+        asm volatile("mma.sync.aligned.m16n8k8.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5}, {%6}, "
+                     "{%0, %1, %2, %3};"
+                     : "+f"(c.at[0]), "+f"(c.at[1]), "+f"(c.at[2]), "+f"(c.at[3])
+                     : "r"(a.at[2 * half]), "r"(a.at[2 * half + 1]), "r"(b.at[half]));
+#endif
 }
 
 #endif

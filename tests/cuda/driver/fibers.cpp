@@ -318,6 +318,60 @@ void block_wait(int line) {
     wait_turn();
 }
 
+namespace {
+
+void reduce(Meeting what, Thread *lanes, int count) {
+    const bool quad = what == MEET_QUAD || what == MEET_QUAD_MAX;
+    for (int index = 0; index < count; ++index) {
+        float value[LANES], other[LANES];
+        for (int n = 0; n < LANES; ++n) value[n] = lanes[n].values[index];
+        const int widest = quad ? 2 : 16;  // the tree of port.cuh: outwards in a quad, inwards in a warp
+        for (int step = 1; step <= widest; step <<= 1) {
+            const int apart = quad ? step : widest / step;
+            for (int n = 0; n < LANES; ++n) other[n] = value[n ^ apart];
+            for (int n = 0; n < LANES; ++n) {
+                const float a = value[n], b = other[n];
+                if (what != MEET_MAX && what != MEET_QUAD_MAX) value[n] = a + b;
+                else value[n] = a != a ? b : b != b ? a : a > b ? a : b;
+            }
+        }
+        for (int n = 0; n < LANES; ++n) lanes[n].values[index] = value[n];
+    }
+}
+
+float half_in(const float *words, int index) {
+    uint16_t bits;
+    memcpy(&bits, reinterpret_cast<const char *>(words) + 2 * index, 2);
+    _Float16 half;
+    memcpy(&half, &bits, 2);
+    return float(half);
+}
+
+// Where the PTX ISA puts the matrices of m16n8k16. A sum goes over k in ascending order, each product fused into it; a
+// device keeps more bits within a product of four or eight and cuts the sum off, in an order of its own. So results
+// differ in the last bits of f32.
+void multiply(Thread *lanes) {
+    float a[16][16], b[16][8], c[16][8];  // [row][k], [k][column], [row][column]
+    for (int lane = 0; lane < LANES; ++lane) {
+        const float *registers = lanes[lane].values;
+        const int g = lane / 4, t = lane % 4;
+        for (int n = 0; n < 8; ++n)  // two halves of a0, a1, a2, a3
+            a[g + (n & 2 ? 8 : 0)][2 * t + (n & 1) + (n & 4 ? 8 : 0)] = half_in(registers + 4, n);
+        for (int n = 0; n < 4; ++n)  // of b0, b1
+            b[2 * t + (n & 1) + (n & 2 ? 8 : 0)][g] = half_in(registers + 8, n);
+        for (int n = 0; n < 4; ++n) c[g + (n & 2 ? 8 : 0)][2 * t + (n & 1)] = registers[n];
+    }
+    for (int row = 0; row < 16; ++row)
+        for (int k = 0; k < 16; ++k)
+            for (int column = 0; column < 8; ++column)
+                c[row][column] = __builtin_fmaf(a[row][k], b[k][column], c[row][column]);
+    for (int lane = 0; lane < LANES; ++lane)
+        for (int n = 0; n < 4; ++n)
+            lanes[lane].values[n] = c[lane / 4 + (n & 2 ? 8 : 0)][2 * (lane % 4) + (n & 1)];
+}
+
+}  // namespace
+
 void meet(Meeting what, float *values, int count, int line) {
     const int me = machine.current, warp = me / LANES, first = warp * LANES;
     Thread &mine = machine.threads[me];
@@ -335,21 +389,8 @@ void meet(Meeting what, float *values, int count, int line) {
                         lanes[n].line);
     machine.warp_waiting[warp] = 0;
     if (what == MEET_SYNC) ++machine.warp_steps[warp];
-    for (int index = 0; index < count; ++index) {
-        float value[LANES], other[LANES];
-        for (int n = 0; n < LANES; ++n) value[n] = lanes[n].values[index];
-        const int widest = what == MEET_QUAD ? 2 : 16;  // the tree of port.cuh: outwards in a quad, inwards in a warp
-        for (int step = 1; step <= widest; step <<= 1) {
-            const int apart = what == MEET_QUAD ? step : widest / step;
-            for (int n = 0; n < LANES; ++n) other[n] = value[n ^ apart];
-            for (int n = 0; n < LANES; ++n) {
-                const float a = value[n], b = other[n];
-                if (what != MEET_MAX) value[n] = a + b;
-                else value[n] = a != a ? b : b != b ? a : a > b ? a : b;
-            }
-        }
-        for (int n = 0; n < LANES; ++n) lanes[n].values[index] = value[n];
-    }
+    if (what == MEET_MMA) multiply(lanes);
+    else if (count) reduce(what, lanes, count);
     for (int n = 0; n < LANES; ++n)
         if (first + n != me) push_ready(first + n);
     mine.state = READY;

@@ -15,7 +15,7 @@ struct Now {
 };
 extern Now now;
 
-enum Meeting { MEET_SYNC, MEET_MAX, MEET_SUM, MEET_QUAD };
+enum Meeting { MEET_SYNC, MEET_MAX, MEET_SUM, MEET_QUAD, MEET_QUAD_MAX, MEET_MMA };
 
 void run_grid(const SimLaunch *launch, void (*enter)(const void *args));
 
@@ -26,6 +26,16 @@ static inline void meet_sync(int line) { meet(MEET_SYNC, nullptr, 0, line); }
 static inline float meet_one(Meeting what, float value, int line) {
     meet(what, &value, 1, line);
     return value;
+}
+// mma.m16n8k16 with f16 products: c += a b, a lane's registers as the PTX ISA has them. They travel through the lanes' own
+// stacks, so nothing of this is an access to memory that could race.
+static inline void meet_mma(float *c, const unsigned *a, const unsigned *b, int line) {
+    float registers[10];
+    __builtin_memcpy(registers, c, 16);
+    __builtin_memcpy(registers + 4, a, 16);
+    __builtin_memcpy(registers + 8, b, 8);
+    meet(MEET_MMA, registers, 10, line);
+    __builtin_memcpy(c, registers, 16);
 }
 
 void *dynamic_shared();

@@ -115,6 +115,12 @@ struct Eight {
 struct Pair {
     unsigned at[2];
 };
+struct Quad {
+    unsigned at[4];
+};
+struct Two {
+    float at[2];
+};
 
 static __forceinline__ float float_of_bits(unsigned bits) {
     float value;
@@ -152,6 +158,18 @@ static __forceinline__ Pair load_pair(const void *from) {
     const unsigned *at = static_cast<const unsigned *>(from);
     return {{at[0], at[1]}};
 }
+static __forceinline__ Two load_two(const float *from) { return {{from[0], from[1]}}; }
+static __forceinline__ void store_two(float *to, float a, float b) {
+    to[0] = a;
+    to[1] = b;
+}
+static __forceinline__ void store_two(unsigned *to, unsigned a, unsigned b) {
+    to[0] = a;
+    to[1] = b;
+}
+static __forceinline__ unsigned pack_halves(float low, float high) {
+    return half_of_float(low) | unsigned(half_of_float(high)) << 16;
+}
 static __forceinline__ void store_four(float *to, float a, float b, float c, float d) {
     to[0] = a;
     to[1] = b;
@@ -163,6 +181,8 @@ template <class T>
 static __forceinline__ T *global_pointer(T *pointer) {
     return pointer;
 }
+
+static __forceinline__ int opaque(int value) { return value; }
 
 static __forceinline__ void add_products(Eight (&acc)[4], const Eight &p, const Four &v) {
     for (int c = 0; c < 4; ++c)
@@ -179,4 +199,6 @@ static __forceinline__ void add_products(Eight (&acc)[4], const Eight &p, const 
 #define __syncwarp() sim::meet_sync(__LINE__)
 #define warp_max(value) sim::meet_one(sim::MEET_MAX, value, __LINE__)
 #define warp_sum(value) sim::meet_one(sim::MEET_SUM, value, __LINE__)
-#define quad_sum(sums) sim::meet(sim::MEET_QUAD, (sums).at, 8, __LINE__)
+#define quad_sum(sums) sim::meet(sim::MEET_QUAD, (sums).at, int(sizeof((sums).at) / sizeof(float)), __LINE__)
+#define quad_max(value) sim::meet_one(sim::MEET_QUAD_MAX, value, __LINE__)
+#define mma_16816(c, a, b) sim::meet_mma((c).at, (a).at, (b).at, __LINE__)
