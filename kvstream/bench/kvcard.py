@@ -62,7 +62,7 @@ class Card(Run):
     def _kernel_s(self, launch: Launch) -> float:
         if launch.kernel == LAYER:
             return float(launch.args[0])
-        if launch.kernel.startswith("kv_attend"):
+        if launch.kernel.startswith(("kv_attend", "kv_wide")):
             k_pages, v_pages = launch.args[1:3]  # one list of addresses after the other
             return WAVE_S + self._page_s * (v_pages - k_pages) / 8
         return 0.0

@@ -31,7 +31,7 @@ from attrs import asdict, frozen
 from ..errors import ConfigError, DeviceError, DeviceMemoryError, StepError
 from .arrays import Arrays, array_bytes
 from .executor import Executor, Figures
-from .launches import Part, parts_of
+from .launches import Part, parts_of, tensor_possible
 from .layout import Geometry, plan_layout
 from .numerics import check_numerics
 from .plan import Plan, plan_step
@@ -77,8 +77,14 @@ class KVCache:
         self._opening = opening
         self._scale = geometry.head_size**-0.5 if opening.scale is None else opening.scale
         self._executor = Executor(device, self.layout, sample_every=opening.sample_every)
+        self._executor.tensor = opening.wide == "tensor" and tensor_possible(self.layout)
         if device.computes:
-            check_numerics(device, self.layout, self._executor.pool, self._executor.slab, self._executor.compute)
+            wrong = check_numerics(device, self.layout, self._executor.pool, self._executor.slab,
+                                   self._executor.compute, self._executor.tensor)
+            if wrong is not None:
+                log.warning("%s: %s; wide steps are computed without tensor cores, several times slower", device.name,
+                            wrong)
+                self._executor.tensor = False
         self._arrays = Arrays(device, self.layout, self._executor.compute, self._executor.pool, opening.arrays)
         self._sequences = Sequences(self.layout.host_pages, geometry.page_tokens)
         self._residency = self._nothing()
@@ -173,13 +179,15 @@ class KVCache:
 
     def attend(self, layer: int, q: Any, out: int = 0) -> Any:
         """Attention of the new rows, [rows][q_heads][head_size] f32. An array comes back for an array, an address for
-        an address (``out``, or one inside the pool that the next layer overwrites)."""
+        an address (``out``, or one inside the pool that the next layer overwrites); addresses are multiples of 16."""
         with self._in_step("attend", layer) as step:
             geometry = self.geometry
             values = step.rows * geometry.q_heads * geometry.head_size
             if out < 0:
                 raise StepError(f"the result is to be at {out}, which is no address")
             q_at = self._arrays.queries_in(q, step.rows)
+            if (q_at | out) % 16:
+                raise StepError("queries and results must lie at multiples of 16 bytes")
             out_at = out or self._arrays.address("out")
             self._expected = HALF_DONE
             self._executor.attend(step.plan, layer, q_at, out_at)
@@ -366,11 +374,12 @@ class KVCache:
         log.info(
             "KV streaming is active on %s: pool %.1f MiB (%d cells of %d tokens, at first %d pages of each of %d "
             "layers resident and a ring of %d; workspaces %.1f MiB), pinned host memory %.1f MiB (%d pages, %d "
-            "tokens), K %s, V %s, head size %d, %d query and %d KV heads", self.device.name, layout.pool_bytes / MIB,
-            layout.cells, geometry.page_tokens, policy.resident, geometry.layers, policy.ring,
+            "tokens), K %s, V %s, head size %d, %d query and %d KV heads, wide steps %s", self.device.name,
+            layout.pool_bytes / MIB, layout.cells, geometry.page_tokens, policy.resident, geometry.layers, policy.ring,
             layout.workspace_bytes / MIB, self._host_bytes / MIB, layout.host_pages,
             layout.host_pages * geometry.page_tokens, geometry.k_type, geometry.v_type, geometry.head_size,
-            geometry.q_heads, geometry.kv_heads)
+            geometry.q_heads, geometry.kv_heads,
+            "on tensor cores (f16 products)" if self._executor.tensor else "exact (f32, as token by token)")
 
 
 def _means_lost(error: BaseException) -> bool:

@@ -54,8 +54,9 @@ Name: TypeAlias = tuple[str, int]
 @define
 class Counters:
     """What was done since the device was opened. Bytes and calls are those of KV pages and rows; what tells the kernels
-    about a step counts as ``table_*``. ``misses`` of ``samples`` batches came later than the kernel that needed them
-    could have begun; ``copy_s``, ``exposed_s`` and ``step_s`` are sums over the sampled steps."""
+    about a step counts as ``table_*``. ``launches_wide`` of the ``launches`` are on tensor cores. ``misses`` of
+    ``samples`` batches came later than the kernel that needed them could have begun; ``copy_s``, ``exposed_s`` and
+    ``step_s`` are sums over the sampled steps."""
 
     steps: int = 0
     steps_streamed: int = 0
@@ -68,6 +69,7 @@ class Counters:
     table_bytes: int = 0
     table_calls: int = 0
     launches: int = 0
+    launches_wide: int = 0
     events: int = 0
     waits: int = 0
     waits_spared: int = 0
@@ -119,11 +121,13 @@ class Executor:
     """Owns the pool, the slab and the streams. *Errors*: ``DeviceError``; after one of a step the device is lost.
 
     ``slab`` is the whole pinned memory, stagings included; pages are read and written there by the host only when the
-    streams are quiet (``quiet``).
+    streams are quiet (``quiet``). ``tensor``: wide parts of a step attend on tensor cores; may change
+    between steps.
     """
 
     def __init__(self, device: Device, layout: Layout, *, sample_every: int = 8) -> None:
         self.layout = layout
+        self.tensor = False
         self.counters = Counters()
         self._device = device
         self._sample_every = sample_every
@@ -179,7 +183,8 @@ class Executor:
             self._loads.again(steady.words(parts), steady.places)
             return
         self._steady = None  # if this fails half-way
-        self._loads.begin(_of_layers(Drafts(self.layout, self.pool, parts, scale, self._encoded), plan))
+        drafts = Drafts(self.layout, self.pool, parts, scale, self._encoded, self.tensor)
+        self._loads.begin(_of_layers(drafts, plan))
         self._steady = Steady.of(plan.attend, parts, geometry, self._loads, self._region)
 
     def append(self, plan: Plan, layer: int, k: int, v: int) -> None:
@@ -246,7 +251,7 @@ class Executor:
                 case Await(batch):
                     self._await(batch)
                 case Attend():
-                    self._launch("kv_attend")
+                    self._launch("kv_attend", "kv_wide")
                 case Used(use):
                     self._record(self.compute, ("used", use))
                 case Fold():
@@ -284,12 +289,17 @@ class Executor:
             self.counters.out_bytes += size
             self.counters.out_calls += 1
 
-    def _launch(self, kernel: str) -> None:
-        placed = self._loads.take(kernel)
-        draft = placed.draft
-        self._device.launch(self.compute, draft.kernel, draft.grid, draft.block, draft.args(placed.addresses, self._io),
-                            draft.shared_bytes)
-        self.counters.launches += 1
+    def _launch(self, *kernels: str) -> None:
+        """All launches of one op."""
+        more = True
+        while more:
+            placed = self._loads.take(*kernels)
+            draft = placed.draft
+            self._device.launch(self.compute, draft.kernel, draft.grid, draft.block,
+                                draft.args(placed.addresses, self._io), draft.shared_bytes)
+            self.counters.launches += 1
+            self.counters.launches_wide += draft.kernel.startswith("kv_wide")
+            more = draft.more
 
     def _arrived(self, batch: int) -> None:
         self._begun.discard(batch)

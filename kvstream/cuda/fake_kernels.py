@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from .fake_device import Kernel, Launch, Memory
-from .kernels import HEAD_SIZES, TABLES_WORD_BYTES, TILE_BEGIN, TILE_END, VECTORS
+from .kernels import HEAD_SIZES, TABLES_WORD_BYTES, TILE_BEGIN, TILE_END, VECTORS, WIDE_VECTORS
 from .types import KVType, decode, encode
 
 Floats = NDArray[np.float32]
@@ -43,7 +43,7 @@ def kv_tables(memory: Memory, launch: Launch) -> None:
 class _Attention:
     """What one launch of ``kv_attend`` needs over and over. ``memory`` is read anew by every launch."""
 
-    def __init__(self, memory: Memory, launch: Launch, head_size: int) -> None:
+    def __init__(self, memory: Memory, launch: Launch, head_size: int, halves: bool = False) -> None:
         (self.q, self.k_pages, self.v_pages, self.entries, self.positions, self.tiles, self.acc, self.ml, self.out) = (
             int(value) for value in launch.args[:9])
         self.scale = np.float32(launch.args[9])
@@ -52,7 +52,7 @@ class _Attention:
         self.k_kind, self.v_kind = _kind(k_code), _kind(v_code)
         self.head_size = head_size
         self.q_heads = self.kv_heads * self.group
-        self.memory = memory
+        self.memory, self._halves = memory, halves
         self._pages: dict[int, tuple[Floats, Floats]] = {}
 
     def entry(self, index: int) -> NDArray[np.int32]:
@@ -71,14 +71,23 @@ class _Attention:
         row_bytes = kind.row_bytes(values)
         address = int(self.memory.addresses(pages + 8 * slot, 1)[0])
         raw = self.memory.view(address, self.page_tokens * row_bytes).reshape(self.page_tokens, row_bytes)
-        return decode(kind, raw, values).reshape(self.page_tokens, self.kv_heads, self.head_size)
+        return self._rounded(decode(kind, raw, values)).reshape(self.page_tokens, self.kv_heads, self.head_size)
+
+    def _rounded(self, values: Floats) -> Floats:
+        """To the bits that f16 has, if that is how this kernel multiplies; whatever the size of the values."""
+        if not self._halves:
+            return values
+        bits = values.view(np.uint32)
+        odd = bits >> np.uint32(13) & np.uint32(1)
+        return ((bits + np.uint32(0xFFF) + odd) & np.uint32(0xFFFFE000)).view(np.float32)
 
     def partial(self, entry: NDArray[np.int32], row: int) -> tuple[Floats, Floats, Floats]:
         """(maximum, sum, numerators) of each q head of a row over a page: [q_heads], [q_heads], [q_heads, D]."""
         slot, position, tokens = (int(value) for value in entry[:3])
         k, v = self.page(slot)
         size = self.q_heads * self.head_size
-        q = self.memory.floats(self.q + 4 * row * size, size).reshape(self.kv_heads, self.group, self.head_size)
+        q = self._rounded(self.memory.floats(self.q + 4 * row * size, size))
+        q = q.reshape(self.kv_heads, self.group, self.head_size)
         distance = int(self.memory.ints(self.positions + 4 * row, 1)[0]) - (position + np.arange(self.page_tokens))
         seen = (distance >= 0) & (distance < self.window) & (np.arange(self.page_tokens) < tokens)
         mask = seen[:, None, None]
@@ -101,7 +110,7 @@ def _attend(memory: Memory, launch: Launch, head_size: int) -> None:
     attention = _Attention(memory, launch, head_size)
     if attention.tiles:
         for tile in range(launch.grid[0]):
-            _run_tile(attention, memory.ints(attention.tiles + 32 * tile, 8))
+            _run_tile(attention, memory.ints(attention.tiles + 32 * tile, 8), VECTORS)
         return
     for index in range(launch.grid[0]):
         entry = attention.entry(index)
@@ -114,13 +123,19 @@ def _attend(memory: Memory, launch: Launch, head_size: int) -> None:
                 acc[:] = terms
 
 
-def _run_tile(attention: _Attention, tile: NDArray[np.int32]) -> None:
-    """The running form. A tile is 8 of a sequence's (row, head of the group) vectors; here whole rows are computed, and
-    what belongs to other tiles is not stored."""
+def _attend_wide(memory: Memory, launch: Launch, head_size: int) -> None:
+    attention = _Attention(memory, launch, head_size, halves=True)
+    for tile in range(launch.grid[0]):
+        _run_tile(attention, memory.ints(attention.tiles + 32 * tile, 8), WIDE_VECTORS)
+
+
+def _run_tile(attention: _Attention, tile: NDArray[np.int32], vectors: int) -> None:
+    """The running form. A tile is 8 (or 64) of a sequence's (row, head of the group) vectors; here whole rows are
+    computed, and what belongs to other tiles is not stored."""
     first_entry, entries, first_row, rows, first_vector, flags = (int(value) for value in tile[:6])
     group = attention.group
-    for row in range(first_vector // group, min(rows, -(-(first_vector + VECTORS) // group))):
-        low, high = (min(max(end - row * group, 0), group) for end in (first_vector, first_vector + VECTORS))
+    for row in range(first_vector // group, min(rows, -(-(first_vector + vectors) // group))):
+        low, high = (min(max(end - row * group, 0), group) for end in (first_vector, first_vector + vectors))
         mine = np.zeros((attention.kv_heads, group), bool)
         mine[:, low:high] = True
         heads = mine.reshape(-1)
@@ -178,6 +193,10 @@ def _attend_of(head_size: int) -> Kernel:
     return lambda memory, launch: _attend(memory, launch, head_size)
 
 
+def _wide_of(head_size: int) -> Kernel:
+    return lambda memory, launch: _attend_wide(memory, launch, head_size)
+
+
 def _fold_of(head_size: int) -> Kernel:
     return lambda memory, launch: kv_fold(memory, launch, head_size)
 
@@ -186,5 +205,6 @@ KERNELS: Final[Mapping[str, Kernel]] = MappingProxyType({
     "kv_write": kv_write,
     "kv_tables": kv_tables,
     **{f"kv_attend_{size}": _attend_of(size) for size in HEAD_SIZES},
+    **{f"kv_wide_{size}": _wide_of(size) for size in HEAD_SIZES},
     **{f"kv_fold_{size}": _fold_of(size) for size in HEAD_SIZES},
 })

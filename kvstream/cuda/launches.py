@@ -3,6 +3,10 @@
 Theory of operation. A plan is frozen before anything runs, so everything the kernels are told about a step is known at
 its beginning: where each page and each new row lies, which rows look at which page. These *tables* are made here;
 ``tables`` puts them on the device, into the staged workspaces of ``layout``, taken as one piece.
+
+A wave of a wide step may be two launches: sequences with ``WIDE_ROWS_MIN`` new rows or more attend on tensor cores, the
+others as ever. Which it is depends on nothing but the sequence's own rows in the step, so that the bits of a sequence
+depend neither on its company nor on where its pages are.
 """
 
 from __future__ import annotations
@@ -12,7 +16,7 @@ from itertools import pairwise
 from typing import Any
 
 import numpy as np
-from attrs import define, frozen
+from attrs import define, evolve, frozen
 from numpy.typing import NDArray
 
 from ..errors import StepError
@@ -20,6 +24,9 @@ from .kernels import (
     TILE_BEGIN,
     TILE_END,
     VECTORS,
+    WIDE_ROWS_MIN,
+    WIDE_THREADS,
+    WIDE_VECTORS,
     WINDOW_NONE,
     WRITE_THREADS,
     attend_shared_bytes,
@@ -28,10 +35,12 @@ from .kernels import (
     running_grid,
     table_grid,
     tiles,
+    wide_shared_bytes,
     write_grid,
 )
 from .layout import Layout
 from .ops import Attend, Fold, Write
+from .types import KVType
 
 Table = NDArray[Any]
 
@@ -65,7 +74,8 @@ class Io:
 
 @frozen(eq=False)
 class Draft:
-    """A launch whose tables have no address yet. ``args`` gets their addresses, in order."""
+    """A launch whose tables have no address yet. ``args`` gets their addresses, in order. ``more``: the next launch
+    belongs to the same op."""
 
     kernel: str
     grid: tuple[int, int, int]
@@ -73,6 +83,7 @@ class Draft:
     shared_bytes: int
     tables: tuple[Table, ...]
     args: Callable[[Sequence[int], Io], tuple[int | float, ...]]
+    more: bool = False
 
 
 def parts_of(batch: Iterable[tuple[int, int, int]], page_tokens: int) -> tuple[Part, ...]:
@@ -83,6 +94,11 @@ def parts_of(batch: Iterable[tuple[int, int, int]], page_tokens: int) -> tuple[P
         row += new
         place += -(-(before + new) // page_tokens) * new
     return tuple(parts)
+
+
+def tensor_possible(layout: Layout) -> bool:
+    """Whoever stores f32 wants its bits, of which tensor cores would leave half. And steps must be wide enough."""
+    return KVType.F32 not in (layout.geometry.k_type, layout.geometry.v_type) and layout.rows_max >= WIDE_ROWS_MIN
 
 
 class Encodings:
@@ -114,12 +130,15 @@ class Encodings:
 
 
 class Drafts:
-    """What the ops of one step mean for the kernels. ``pool`` is the pool's address."""
+    """What the ops of one step mean for the kernels. ``pool`` is the pool's address. ``tensor``: wide parts attend on
+    tensor cores."""
 
-    def __init__(self, layout: Layout, pool: int, parts: tuple[Part, ...], scale: float, encoded: Encodings) -> None:
+    def __init__(self, layout: Layout, pool: int, parts: tuple[Part, ...], scale: float, encoded: Encodings,
+                 tensor: bool = False) -> None:
         self._layout, self._geometry, self._pool, self._scale = layout, layout.geometry, pool, scale
         self._encoded = encoded
         self._parts = {part.sequence: part for part in parts}
+        self._wide = frozenset(part.sequence for part in parts if tensor and part.rows >= WIDE_ROWS_MIN)
         self._rows = sum(part.rows for part in parts)
         self._positions = np.concatenate(
             [np.arange(part.before, part.after, dtype=np.int32) for part in parts])
@@ -141,33 +160,47 @@ class Drafts:
                      lambda at, io: (io.k, io.v, at[0], at[0] + 8 * rows, rows, values,
                                      geometry.k_type.code, geometry.v_type.code))
 
-    def attend(self, op: Attend, first: frozenset[int], last: frozenset[int]) -> Draft:
+    def attend(self, op: Attend, first: frozenset[int], last: frozenset[int]) -> list[Draft]:
         """``first`` and ``last``: the sequences for which this is the layer's first wave, and its last."""
         geometry = self._geometry
-        running = op.fold == "running"
         pages, pointers, _ = self._encoded.of(op.entries)
         entries, runs = self._entries(pages)
         tables: tuple[Table, ...] = (pointers, entries, self._positions)
-        if running:
-            told = self._tiles(runs, first, last)
-            tables, grid = (*tables, told), running_grid(len(told), geometry.kv_heads)
-        elif self._places > self._layout.table_slots:
-            raise StepError(f"the step has {self._places} partial results, the table holds {self._layout.table_slots}")
-        else:
+        if op.fold == "table":
+            if self._places > self._layout.table_slots:
+                raise StepError(f"the step has {self._places} partial results, the table holds "
+                                f"{self._layout.table_slots}")
             rows_max = max(self._parts[sequence].rows for sequence, _, _ in runs)
             grid = table_grid(len(pages), geometry.kv_heads, rows_max, geometry.group)
+            return [self._attention("kv_attend", grid, tables)]
+        drafts = []
+        for kernel, vectors in (("kv_attend", VECTORS), ("kv_wide", WIDE_VECTORS)):
+            mine = [run for run in runs if (run[0] in self._wide) == (kernel == "kv_wide")]
+            if mine:
+                told = self._tiles(mine, first, last, vectors)
+                drafts.append(self._attention(kernel, running_grid(len(told), geometry.kv_heads), (*tables, told)))
+        return [*(evolve(draft, more=True) for draft in drafts[:-1]), drafts[-1]]
+
+    def _attention(self, kernel: str, grid: tuple[int, int, int], tables: tuple[Table, ...]) -> Draft:
+        """In the running form if there is a fourth table, which tells of tiles."""
+        geometry = self._geometry
+        running = len(tables) == 4
         workspace = "state" if running else "table"
         acc = self._pool + self._layout.workspace(workspace).offset
         ml = self._pool + self._layout.workspace(f"{workspace}_ml").offset
-        slots = len(pages)
+        slots = tables[0].shape[1]
 
         def args(at: Sequence[int], io: Io) -> tuple[int | float, ...]:
             return (io.q, at[0], at[0] + 8 * slots, at[1], at[2], at[3] if running else 0, acc, ml, io.out,
                     self._scale, geometry.kv_heads, geometry.group, geometry.page_tokens, geometry.k_type.code,
                     geometry.v_type.code, WINDOW_NONE)
 
-        return Draft(f"kv_attend_{geometry.head_size}", grid, (attend_threads(geometry.head_size), 1, 1),
-                     attend_shared_bytes(geometry.head_size, geometry.page_tokens, running), tables, args)
+        if kernel == "kv_wide":
+            threads, shared_bytes = WIDE_THREADS, wide_shared_bytes(geometry.head_size)
+        else:
+            threads = attend_threads(geometry.head_size)
+            shared_bytes = attend_shared_bytes(geometry.head_size, geometry.page_tokens, running)
+        return Draft(f"{kernel}_{geometry.head_size}", grid, (threads, 1, 1), shared_bytes, tables, args)
 
     def fold(self, op: Fold) -> Draft:
         geometry, layout = self._geometry, self._layout
@@ -193,8 +226,8 @@ class Drafts:
             elif isinstance(op, Fold):
                 yield self.fold(op)
             elif isinstance(op, Attend):
-                yield self.attend(op, frozenset(key for key, wave in first.items() if wave is op),
-                                  frozenset(key for key, wave in last.items() if wave is op))
+                yield from self.attend(op, frozenset(key for key, wave in first.items() if wave is op),
+                                       frozenset(key for key, wave in last.items() if wave is op))
 
     def _entries(self, pages: Table) -> tuple[Table, list[tuple[int, int, int]]]:
         """i32[entries][8], and the runs of one sequence in it: (sequence, first entry, entries)."""
@@ -213,14 +246,15 @@ class Drafts:
             runs.append((part.sequence, start, end - start))
         return entries, runs
 
-    def _tiles(self, runs: Iterable[tuple[int, int, int]], first: frozenset[int], last: frozenset[int]) -> Table:
-        """i32[tiles][8]: every sequence with pages in this wave, cut into tiles of 8 vectors."""
+    def _tiles(self, runs: Iterable[tuple[int, int, int]], first: frozenset[int], last: frozenset[int],
+               vectors: int) -> Table:
+        """i32[tiles][8]: these sequences, which have pages in this wave, cut into tiles of so many vectors."""
         made = []
         for sequence, start, entries in runs:
             part = self._parts[sequence]
-            told = np.zeros((tiles(part.rows, self._geometry.group), 8), np.int32)
+            told = np.zeros((tiles(part.rows, self._geometry.group, vectors), 8), np.int32)
             told[:, :4] = start, entries, part.first_row, part.rows
-            told[:, 4] = np.arange(len(told)) * VECTORS
+            told[:, 4] = np.arange(len(told)) * vectors
             told[:, 5] = (TILE_BEGIN if sequence in first else 0) | (TILE_END if sequence in last else 0)
             made.append(told)
         return np.concatenate(made)

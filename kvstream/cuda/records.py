@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from attrs import frozen
 
@@ -18,7 +18,9 @@ if TYPE_CHECKING:
 class Opening:
     """What a cache is given. ``rows_max``: new tokens of one step; ``sequences_max``: sequences of one step;
     ``context_max``: tokens of one sequence. ``arrays``: callers may pass numpy arrays, which takes pinned memory of its
-    own (within ``host_bytes``). ``split`` fixes what stays on the device, for tests and measurements."""
+    own (within ``host_bytes``). ``wide``: how a sequence with more than 32 new tokens in a step attends: on tensor
+    cores, which is faster and rounds more, or exactly as token by token (kernels/README.md). ``split`` fixes what stays
+    on the device, for tests and measurements."""
 
     pool_bytes: int
     host_bytes: int
@@ -29,6 +31,7 @@ class Opening:
     table_slots: int | None = None
     arrays: bool = True
     sample_every: int = 8
+    wide: Literal["tensor", "exact"] = "tensor"
     split: Callable[[int], Split] | None = None
 
 

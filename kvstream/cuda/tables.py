@@ -86,12 +86,13 @@ class Loads:
         loads."""
         return self._all, self._stagings[1 - self._turn]
 
-    def take(self, kernel: str) -> Placed:
-        """The next launch, whose tables are on the device as far as the compute stream is concerned."""
+    def take(self, *kernels: str) -> Placed:
+        """The next launch, of one of these kernels. Its tables are on the device as far as the compute stream is
+        concerned."""
         if not self._placed:
             self._load()
-        if not self._placed or not self._placed[0].draft.kernel.startswith(kernel):
-            raise StepError(f"the step has no launch of {kernel} now")
+        if not self._placed or not self._placed[0].draft.kernel.startswith(kernels):
+            raise StepError(f"the step has no launch of {' or '.join(kernels)} now")
         return self._placed.popleft()
 
     def clear(self) -> None:
@@ -201,7 +202,7 @@ class Steady:
             at = [address - region for address in launch.addresses]
             if launch.draft.kernel == "kv_write":
                 targets.append(at[0] + 8 * np.arange(2 * rows).reshape(2, rows))
-            elif launch.draft.kernel.startswith("kv_attend"):
+            elif launch.draft.kernel.startswith(("kv_attend", "kv_wide")):
                 entries = launch.draft.tables[1]
                 last = np.flatnonzero(entries[:, 1] >= tails.min())
                 of = np.array([first_rows[row] for row in entries[last, 3].tolist()], np.int64)

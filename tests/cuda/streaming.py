@@ -110,11 +110,13 @@ def values(name: str, position: int, layer: int, version: int, what: str, number
 
 
 def opening_of(geometry: Geometry, cells: int | None, *, rows_max: int = 64, sequences_max: int = 4,
-               context_max: int = 512, table_slots: int = 256, **more: Any) -> Opening:
+               context_max: int = 512, table_slots: int = 256, wide: Any = "exact", **more: Any) -> Opening:
     """``cells`` None: everything that the host holds fits on the device as well. The size of the table is given, since
-    it would follow that of the pool otherwise."""
+    it would follow that of the pool otherwise. ``wide``: on tensor cores the width of a step shows in its bits, which
+    most of what is tested here is about."""
     own = array_bytes(geometry, rows_max)
-    opening = Opening(1 << 40, HOST_BYTES + own, rows_max, sequences_max, context_max, table_slots=table_slots, **more)
+    opening = Opening(1 << 40, HOST_BYTES + own, rows_max, sequences_max, context_max, table_slots=table_slots,
+                      wide=wide, **more)
     layout = plan_layout(geometry, 1 << 40, HOST_BYTES, rows_max, sequences_max, context_max, table_slots)
     return evolve(opening, pool_bytes=(layout if cells is None else evolve(layout, cells=cells)).pool_bytes)
 
