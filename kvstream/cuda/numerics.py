@@ -6,6 +6,9 @@ types and head size: rows are encoded into two pages, tables come from pinned me
 attend the pages by the table and its fold, and by the running form in two waves. Encoded rows must be numpy's to the
 last bit. Attention must be float64's up to rounding, and both forms must give the same bits.
 
+Attention on tensor cores is asked about all the tokens at once, so that each place of its fragments matters. Nobody
+needs it: where it is wrong the cache does without.
+
 Where an answer is to be, rubbish is put first: fresh device memory may hold the answer of the process before.
 
 Nothing is allocated: the pages are the first two cells, tables and results lie in the workspaces, and everything passes
@@ -27,6 +30,8 @@ from .kernels import (
     TILE_BEGIN,
     TILE_END,
     VECTORS,
+    WIDE_THREADS,
+    WIDE_VECTORS,
     WINDOW_NONE,
     WRITE_THREADS,
     attend_shared_bytes,
@@ -36,6 +41,7 @@ from .kernels import (
     table_grid,
     tables_grid,
     tiles,
+    wide_shared_bytes,
     write_grid,
 )
 from .layout import STAGED, Layout
@@ -49,6 +55,7 @@ PAGES: Final = (32, 5)
 """Tokens of the two pages. Every page has room for 32."""
 ROWS: Final = 2
 TOLERANCE: Final = 1e-5  # of the largest value; rounding makes 1e-6
+WIDE_TOLERANCE: Final = 5e-3  # rounding to f16 makes 1e-3
 SEED: Final = 37
 RUBBISH: Final = 0xFF
 ADVICE: Final = (
@@ -58,20 +65,24 @@ ADVICE: Final = (
 Floats = NDArray[np.float32]
 
 
-def check_numerics(device: Device, layout: Layout, pool: int, slab: Bytes, stream: Stream) -> None:
-    """``pool``: its address. Nobody else uses pool, slab or stream meanwhile.
+def check_numerics(device: Device, layout: Layout, pool: int, slab: Bytes, stream: Stream, wide: bool = False,
+                   ) -> str | None:
+    """``pool``: its address. Nobody else uses pool, slab or stream meanwhile. ``wide``: ask about attention on tensor
+    cores too. Returned: what is wrong with that, if anything.
 
     *Errors*: ``DeviceError``, which says what is wrong, on which GPU, and what to do.
     """
     problem = _Problem(device, layout, pool, _Mover(device, stream, slab))
     try:
         wrong = [*problem.encoded(), *problem.attended()]
+        wide_wrong = problem.attended_widely() if wide and not wrong else None
         problem.mover.tidy()
     except DeviceError as error:
         raise DeviceError(f"{device.name} fails at a problem of {problem.tokens} tokens: {error.message}. {ADVICE}"
                           ) from error
     if wrong:
         raise DeviceError(f"{device.name} does not compute what it should: {'; '.join(wrong)}. {ADVICE}")
+    return wide_wrong
 
 
 class _Mover:
@@ -138,7 +149,9 @@ class _Problem:
         self.tokens = sum(self._pages)
         dice = np.random.Generator(np.random.PCG64(SEED))
         self._k, self._v = dice.standard_normal((2, self.tokens, geometry.row_values), np.float32)
-        self._q = dice.standard_normal((self._rows, geometry.q_heads, geometry.head_size), np.float32)
+        every = dice.standard_normal((min(self.tokens, layout.rows_max), geometry.q_heads, geometry.head_size),
+                                     np.float32)
+        self._q, self._q_wide = every[: self._rows], every
         self._k_raw, self._v_raw = encode(geometry.k_type, self._k), encode(geometry.v_type, self._v)
 
     def _at(self, workspace: str) -> int:
@@ -186,36 +199,61 @@ class _Problem:
     # --- attention ----------------------------------------------------------------------------------------------------
 
     def attended(self) -> list[str]:
-        geometry, page_tokens = self._geometry, self._geometry.page_tokens
-        shape = self.tokens, geometry.kv_heads, geometry.head_size
-        k, v = (decode(kind, raw, geometry.row_values).reshape(shape) for kind, raw in (
-            (geometry.k_type, self._k_raw), (geometry.v_type, self._v_raw)))
-        scale = float(np.float32(geometry.head_size**-0.5))
-        expected = attention(self._q, k, v, range(self.tokens - self._rows, self.tokens), scale)
-
-        pages, rows = len(self._pages), self._rows
-        cells = np.arange(pages, dtype=np.uint64)
-        pointers = np.array([np.uint64(self._pool + start) + cells * np.uint64(size) for start, size in (
-            (self._layout.k_cell(0), geometry.k_page_bytes), (self._layout.v_cell(0), geometry.v_page_bytes))])
-        entries = np.array([(page, page * page_tokens, tokens, 0, rows, page * rows, 0, 0)
-                            for page, tokens in enumerate(self._pages)], np.int32)
+        pages, rows, page_tokens = len(self._pages), self._rows, self._geometry.page_tokens
+        expected = self._expected(self._q)
         last = (pages - 1) * page_tokens + self._pages[-1]
-        at = self._send_all(pointers, entries, np.arange(last - rows, last, dtype=np.int32),
+        at = self._send_all(*self._pages_told(rows), np.arange(last - rows, last, dtype=np.int32),
                             np.array([(row, rows, pages, row) for row in range(rows)], np.int32),
-                            *(self._tiles(page) for page in range(pages)))
+                            *(self._tiles(page, rows, VECTORS) for page in range(pages)))
         self.mover.send(self._at("q"), self._q)
 
-        folded = self._table(at, scale)
-        running = self._running(at, scale)
-        wrong = []
-        for name, got in (("the table and its fold", folded), ("the running form", running)):
-            error = float(np.abs(got - expected).max() / np.abs(expected).max())
-            if not error <= TOLERANCE:  # NaN is not
-                wrong.append(f"attention by {name} is off by {error:.2g} of its largest value "
-                             f"(K {geometry.k_type}, V {geometry.v_type}, head size {geometry.head_size})")
+        folded = self._table(at)
+        running = self._running("kv_attend", at[:3], at[4:], self._q)
+        wrong = [*self._off("the table and its fold", folded, expected, TOLERANCE),
+                 *self._off("the running form", running, expected, TOLERANCE)]
         if not wrong and folded.tobytes() != running.tobytes():
             wrong.append("the two forms of attention do not give the same bits")
         return wrong
+
+    def attended_widely(self) -> str | None:
+        rows = len(self._q_wide)
+        positions = [page * self._geometry.page_tokens + token
+                     for page, tokens in enumerate(self._pages) for token in range(tokens)]
+        at = self._send_all(*self._pages_told(rows), np.array(positions[-rows:], np.int32),
+                            *(self._tiles(page, rows, WIDE_VECTORS) for page in range(len(self._pages))))
+        self.mover.send(self._at("q"), self._q_wide)
+        got = self._running("kv_wide", at[:3], at[3:], self._q_wide)
+        wrong = self._off("tensor cores", got, self._expected(self._q_wide), WIDE_TOLERANCE)
+        return wrong[0] if wrong else None
+
+    @property
+    def _scale(self) -> float:
+        return float(np.float32(self._geometry.head_size**-0.5))
+
+    def _expected(self, q: Floats) -> NDArray[np.float64]:
+        """Of the last tokens, as many as there are queries."""
+        geometry = self._geometry
+        shape = self.tokens, geometry.kv_heads, geometry.head_size
+        k, v = (decode(kind, raw, geometry.row_values).reshape(shape) for kind, raw in (
+            (geometry.k_type, self._k_raw), (geometry.v_type, self._v_raw)))
+        return attention(q, k, v, range(self.tokens - len(q), self.tokens), self._scale)
+
+    def _off(self, name: str, got: Floats, expected: NDArray[np.float64], tolerance: float) -> list[str]:
+        geometry = self._geometry
+        error = float(np.abs(got - expected).max() / np.abs(expected).max())
+        if error <= tolerance:  # NaN is not
+            return []
+        return [f"attention by {name} is off by {error:.2g} of its largest value "
+                f"(K {geometry.k_type}, V {geometry.v_type}, head size {geometry.head_size})"]
+
+    def _pages_told(self, rows: int) -> tuple[NDArray[Any], NDArray[Any]]:
+        """Where the pages are, and the entries for so many rows."""
+        geometry = self._geometry
+        cells = np.arange(len(self._pages), dtype=np.uint64)
+        pointers = np.array([np.uint64(self._pool + start) + cells * np.uint64(size) for start, size in (
+            (self._layout.k_cell(0), geometry.k_page_bytes), (self._layout.v_cell(0), geometry.v_page_bytes))])
+        return pointers, np.array([(page, page * geometry.page_tokens, tokens, 0, rows, page * rows, 0, 0)
+                                   for page, tokens in enumerate(self._pages)], np.int32)
 
     def _staged(self) -> int:
         return min(self._at(name) for name in STAGED)
@@ -234,41 +272,45 @@ class _Problem:
         self.mover.read_by_kernel(staged, told)
         return addresses
 
-    def _tiles(self, page: int) -> NDArray[np.int32]:
+    def _tiles(self, page: int, rows: int, vectors: int) -> NDArray[np.int32]:
         """Of the wave that has this page and no other."""
-        told = np.zeros((tiles(self._rows, self._geometry.group), 8), np.int32)
-        told[:, :4] = page, 1, 0, self._rows
-        told[:, 4] = np.arange(len(told)) * VECTORS
+        told = np.zeros((tiles(rows, self._geometry.group, vectors), 8), np.int32)
+        told[:, :4] = page, 1, 0, rows
+        told[:, 4] = np.arange(len(told)) * vectors
         told[:, 5] = (TILE_BEGIN if page == 0 else 0) | (TILE_END if page == len(self._pages) - 1 else 0)
         return told
 
-    def _table(self, at: list[int], scale: float) -> Floats:
+    def _table(self, at: list[int]) -> Floats:
         geometry = self._geometry
         self.mover.send(self._at("out"), np.full_like(self._q, np.nan))
-        self._attend(at, scale, table_grid(len(self._pages), geometry.kv_heads, self._rows, geometry.group), 0)
+        self._attend("kv_attend", at[:3],
+                     table_grid(len(self._pages), geometry.kv_heads, self._rows, geometry.group), 0)
         self._launch(f"kv_fold_{geometry.head_size}", fold_grid(self._rows, geometry.q_heads), geometry.head_size, 0,
                      self._at("table"), self._at("table_ml"), at[3], self._at("out"), geometry.q_heads)
-        return self._result()
+        return self._result(self._q)
 
-    def _running(self, at: list[int], scale: float) -> Floats:
+    def _running(self, kernel: str, at: list[int], told: list[int], q: Floats) -> Floats:
         geometry = self._geometry
-        grid = running_grid(tiles(self._rows, geometry.group), geometry.kv_heads)
-        self.mover.send(self._at("out"), np.full_like(self._q, np.nan))
-        for page in range(len(self._pages)):
-            self._attend(at, scale, grid, at[4 + page])
-        return self._result()
+        count = tiles(len(q), geometry.group, WIDE_VECTORS if kernel == "kv_wide" else VECTORS)
+        self.mover.send(self._at("out"), np.full_like(q, np.nan))
+        for address in told:
+            self._attend(kernel, at, running_grid(count, geometry.kv_heads), address)
+        return self._result(q)
 
-    def _attend(self, at: list[int], scale: float, grid: tuple[int, int, int], told: int) -> None:
+    def _attend(self, kernel: str, at: list[int], grid: tuple[int, int, int], told: int) -> None:
         geometry, running = self._geometry, told != 0
         workspace = "state" if running else "table"
-        self._launch(f"kv_attend_{geometry.head_size}", grid, attend_threads(geometry.head_size),
-                     attend_shared_bytes(geometry.head_size, geometry.page_tokens, running),
+        threads = attend_threads(geometry.head_size)
+        shared_bytes = attend_shared_bytes(geometry.head_size, geometry.page_tokens, running)
+        if kernel == "kv_wide":
+            threads, shared_bytes = WIDE_THREADS, wide_shared_bytes(geometry.head_size)
+        self._launch(f"{kernel}_{geometry.head_size}", grid, threads, shared_bytes,
                      self._at("q"), at[0], at[0] + 8 * len(self._pages), at[1], at[2], told, self._at(workspace),
-                     self._at(f"{workspace}_ml"), self._at("out"), scale, geometry.kv_heads, geometry.group,
+                     self._at(f"{workspace}_ml"), self._at("out"), self._scale, geometry.kv_heads, geometry.group,
                      geometry.page_tokens, geometry.k_type.code, geometry.v_type.code, WINDOW_NONE)
 
-    def _result(self) -> Floats:
-        return self.mover.fetch(self._at("out"), self._q.nbytes).view(np.float32).reshape(self._q.shape)
+    def _result(self, q: Floats) -> Floats:
+        return self.mover.fetch(self._at("out"), q.nbytes).view(np.float32).reshape(q.shape)
 
     def _launch(self, kernel: str, grid: tuple[int, int, int], threads: int, shared_bytes: int,
                 *args: int | float) -> None:

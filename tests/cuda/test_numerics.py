@@ -128,6 +128,23 @@ def test_wrong_kernels_are_refused(name: str) -> None:
     assert refused.match("^fake device does not compute") and refused.match("just kernels")
 
 
+def test_without_tensor_cores_that_are_right_there_is_another_way(caplog: pytest.LogCaptureFixture) -> None:
+    """One warning, and steps that are wide get the bits of narrow ones. Other caches do not ask."""
+    geometry = SHAPE.geometry()
+    for wrong in (nothing, changed("kv_wide_64", a11=lambda group: 1), changed("kv_wide_64", a15=lambda window: 36)):
+        caplog.clear()
+        cache = opened(FakeDevice({**KERNELS, "kv_wide_64": wrong}), geometry, rows_max=64)
+        warned = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+        assert len(warned) == 1 and "attention by tensor cores is off by" in warned[0]
+        assert not cache._executor.tensor
+        cache.close()
+    caplog.clear()
+    for rows_max, used in ((64, True), (32, False)):
+        cache = opened(FakeDevice(KERNELS), geometry, rows_max=rows_max)
+        assert cache._executor.tensor == used and not caplog.records
+        cache.close()
+
+
 def test_a_kernel_that_faults_is_an_error_of_the_image() -> None:
     device = FakeDevice({**KERNELS, "kv_write": changed("kv_write", a2=lambda address: address + (1 << 40))})
     with pytest.raises(DeviceError, match=r"fake device fails at a problem of 37 tokens: .*just kernels"):
