@@ -14,6 +14,7 @@ import hashlib
 import json
 import os
 import struct
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Final
@@ -30,6 +31,8 @@ MAGIC: Final = b"KVStream saved pages 1\n"
 LENGTH: Final = struct.Struct("<I")
 DIGEST_BYTES: Final = 32
 HEADER_BYTES_MAX: Final = 4096
+LAYERS_MAX: Final = 65536
+NUMBER_MAX: Final = (1 << 63) - 1
 
 
 def pack(saved: Saved) -> bytes:
@@ -56,6 +59,8 @@ def unpack(data: bytes | bytearray | memoryview) -> Saved:
     if len(view) != end + DIGEST_BYTES:
         what = "were cut short" if len(view) < end + DIGEST_BYTES else "are too long"
         raise StepError(f"saved pages {what}: {len(view):,} bytes of {end + DIGEST_BYTES:,} for {tokens} tokens")
+    if geometry.layers > LAYERS_MAX:  # of no token, or there were more bytes
+        raise StepError(f"saved pages are damaged: {geometry.layers:,} layers")
     if hashlib.sha256(view[:end]).digest() != view[end:]:
         raise StepError("saved pages were changed: their checksum is another")
     rows = np.frombuffer(view[body:end], np.uint8)
@@ -65,7 +70,7 @@ def unpack(data: bytes | bytearray | memoryview) -> Saved:
 
 def write_file(path: Path, saved: Saved) -> None:
     """The whole file or none of it. *Errors*: ``StepError`` when it cannot be written."""
-    unfinished = path.with_name(f".{path.name}.{os.getpid()}")
+    unfinished = path.with_name(f".{path.name}.{os.getpid()}.{threading.get_ident()}")
     try:
         try:
             with unfinished.open("xb") as file:
@@ -113,6 +118,8 @@ def _described(header: bytes) -> tuple[Geometry, int]:
         tokens, kinds = told.pop("tokens"), {name: KVType.of(told.pop(name)) for name in ("k_type", "v_type")}
         if any(type(value) is not int for value in (tokens, *told.values())) or tokens < 0:
             raise ValueError("not whole numbers")
+        if max(tokens, *told.values()) > NUMBER_MAX:
+            raise ValueError("numbers that are too large")
         return Geometry(**{**told, **kinds}), tokens
-    except (ValueError, TypeError, KeyError, AttributeError, ConfigError) as error:
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError, ConfigError) as error:
         raise StepError(f"saved pages are damaged: {error}") from error

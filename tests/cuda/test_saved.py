@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -108,17 +110,31 @@ def test_a_file_that_was_changed_anywhere_is_refused(some: tuple[Saved, list[byt
 @pytest.mark.parametrize(("change", "why"), [
     ({"layers": 0}, "layers is 0"), ({"k_type": "q9_9"}, "q9_9"), ({"tokens": -1}, "not whole"), ({"more": 1}, "more"),
     ({"tokens": 1.5}, "not whole"), ({"head_size": "64"}, "not whole"), ({"tokens": True}, "not whole"),
-    ({"layers": 10**12}, "cut short")])
+    ({"layers": 10**12}, "cut short"), ({"tokens": 10**3500}, "too large")])
 def test_headers_that_make_no_sense(some: tuple[Saved, list[bytes]], change: dict[str, Any], why: str) -> None:
     described = files._description(some[0]) | change
     header = json.dumps(described).encode()
     with pytest.raises(StepError, match=why):
         files.unpack(files.MAGIC + files.LENGTH.pack(len(header)) + header)
-    for header in (b"", b"[]", b"{}", b"\xff", b"null"):
+    for header in (b"", b"[]", b"{}", b"\xff", b"null", b"[" * 4096):
         with pytest.raises(StepError, match="damaged"):
             files.unpack(files.MAGIC + files.LENGTH.pack(len(header)) + header)
     with pytest.raises(StepError, match="a header of 4294967295 bytes"):
         files.unpack(files.MAGIC + files.LENGTH.pack(0xFFFFFFFF))
+
+
+def test_a_model_of_a_billion_layers_and_no_token_is_refused_at_once(some: tuple[Saved, list[bytes]]) -> None:
+    header = json.dumps(files._description(some[0]) | {"layers": 10**9, "tokens": 0}).encode()
+    data = files.MAGIC + files.LENGTH.pack(len(header)) + header
+    with pytest.raises(StepError, match="damaged: 1,000,000,000 layers"):
+        files.unpack(data + hashlib.sha256(data).digest())
+
+
+def test_two_threads_may_save_the_same_file(some: tuple[Saved, list[bytes]], tmp_path: Path) -> None:
+    with ThreadPoolExecutor(4) as threads:
+        for done in [threads.submit(files.write_file, tmp_path / "one.kv", some[0]) for _ in range(60)]:
+            done.result()
+    assert same(files.read_file(tmp_path / "one.kv"), some[0]) and len(list(tmp_path.iterdir())) == 1
 
 
 def test_other_files_and_folders(some: tuple[Saved, list[bytes]], tmp_path: Path) -> None:
