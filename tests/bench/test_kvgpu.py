@@ -148,6 +148,25 @@ def test_a_pool_that_breaks_the_device_is_a_pool_that_does_not_work() -> None:
     assert found == 6 and tries > 1 and len(cards.opened) == 2 and cards.all_closed()
 
 
+def test_the_margin_is_free_after_the_steps() -> None:
+    """A device that takes a MiB for itself as soon as there is a pool: 8 are there, 6 are left for it."""
+    class Greedy(Card):
+        def memory(self) -> tuple[int, int]:
+            free, total = super().memory()
+            return (free - MIB if free < 6 * MIB else free), total
+
+    setup = evolve(ASKED, reserve_mib=0, margin_mib=0.5)
+    with Gpu(Cards(Greedy).machine(), setup, layout_in(setup, 12288, 1 << 40)) as gpu:
+        assert find_pool(gpu, 12288, QUIET)[0] == 6
+
+
+def test_a_size_that_was_asked_for_is_not_made_smaller() -> None:
+    said: list[str] = []
+    with pytest.raises(DeviceMemoryError, match="allocate"):
+        point(Cards(Card), evolve(ASKED, pool_mib=7), prompt=12288, say=said.append)
+    assert not said
+
+
 @pytest.mark.parametrize(("setup", "available", "words"), [
     (evolve(ASKED, reserve_mib=7.6), None, "no pool works: 1 MiB are the least for this context, and beside 8 MiB"),
     (evolve(ASKED, reserve_mib=None, margin_mib=6), None, "beside 2 MiB in the place of tiny and a margin of 6 MiB"),
