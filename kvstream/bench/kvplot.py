@@ -9,7 +9,7 @@ from typing import Any
 
 from ..parts import to_add
 from .kvfiles import replace
-from .kvpoint import Point, Setup
+from .kvpoint import SIMULATED, Point, Setup
 from .plots import COLOURS, HINT
 
 PICTURES = ("kv-stream-sweep.png", "kv-stream-sweep.svg")
@@ -101,7 +101,7 @@ def _times(axes: Any, contexts: Sequence[float], points: Sequence[Point]) -> Non
     token = [point.predicted_ms / point.decode_tokens for point in points]
     axes.plot(contexts, token, color=BLUE, label="token")
     axes.fill_between(contexts, [point.compute_ms for point in points], token, color=RED, alpha=0.3,
-                      label="exposed copies")
+                      label="exposed copies" if points[0].source == SIMULATED else "beyond it: copies, host")
     axes.set(ylabel="decode (ms per token)")
 
 
