@@ -10,12 +10,14 @@ from typing import Any
 import numpy as np
 from attrs import evolve
 
+from kvstream.cuda.launches import tensor_possible
 from kvstream.cuda.layout import HEAD_SIZES, cells_min, plan_layout
 from kvstream.cuda.numerics import check_numerics
 from kvstream.cuda.types import KVType
 from tests.cuda import device_contract, ledger
 from tests.cuda import test_streaming as fake
 from tests.cuda import test_streaming_pycuda as tests
+from tests.cuda import test_streaming_wide as wide
 from tests.cuda.gpu.bench import RUNS_MAX, Bench, Direct
 from tests.cuda.streaming import Shape, opening_of, play
 
@@ -47,16 +49,20 @@ def device(bench: Bench, tell: Any) -> None:
         tell.say(f"{opened.name}, driver for CUDA {cuda.get_driver_version()}, {free / 2**30:.1f} of "
                  f"{total / 2**30:.1f} GiB free")
         head_sizes, types = ((64,), TYPES[3:6]) if bench.tiny else (HEAD_SIZES, TYPES)
-        checked = 0
+        checked, wide_wrong = 0, []
         stream, slab, pool = opened.stream("compute"), opened.pinned(8 << 20), opened.alloc(64 << 20)
         for head_size in head_sizes:
             for k_type in types:
                 for v_type in types:
                     shape = Shape(1, 2, 6, head_size, k_type, v_type, page_tokens=256 if checked % 2 else 32)
                     layout = plan_layout(shape.geometry(), 64 << 20, 1 << 30, 64, 1, 512)
-                    check_numerics(opened, layout, pool, slab, stream)
+                    wrong = check_numerics(opened, layout, pool, slab, stream, tensor_possible(layout))
                     checked += 1
-            tell.part("numerics", {"checked": checked})
+                    if wrong is not None:
+                        wide_wrong.append(wrong)
+            tell.part("numerics", {"checked": checked, "tensor_cores_wrong": wide_wrong})
+        if wide_wrong:
+            raise AssertionError(f"{len(wide_wrong)} of {checked}: {wide_wrong[0]}")
     finally:
         opened.close()
 
@@ -124,11 +130,13 @@ def _asked(bench: Bench) -> Iterator[tuple[str, int, Callable[[Any], None]]]:
         yield _named(tests.test_four_sequences_in_one_pool_are_each_as_alone, runs_max=1)
         shapes = [evolve(tests.SMALL, k_type=k_type, v_type=v_type) for k_type, v_type in tests.MIXED]
         yield _named(tests.same_streamed_and_resident, shapes)
+        yield _named(wide.test_the_real_kernels, wide.SHAPES[:1])
         return
     yield _named(tests.test_four_sequences_in_one_pool_are_each_as_alone)
     yield _named(tests.test_the_life_of_sequences)
     yield _named(tests.test_repartition_under_load)
     yield _named(tests.test_the_page_of_the_product)
+    yield _named(wide.test_the_real_kernels, wide.SHAPES)
     yield _named(tests.test_the_fake_device_computes_the_same_up_to_rounding)
     for script in (fake.BY_TOKEN, fake.BY_SEVEN):
         yield _named(tests.test_the_width_of_a_step_changes_nothing, script)
