@@ -16,6 +16,7 @@ from .kvpoint import (
     ALL_RESIDENT,
     DECODED_ALIKE,
     ENTRY_SEEN,
+    ENTRY_SETTLE,
     HOST_ONLY,
     MANAGED,
     MIB,
@@ -30,9 +31,8 @@ from .kvpoint import (
 from .kvrun import Run, Step, decoded, host_only, prefill_ms, tps_of
 
 BACK_OFF_STEPS, TRIES_MAX = 2, 8
-BASELINE_TOKENS = 24
-BASELINE_PART, BASELINE_S = 4, 20.0
-"""Tokens of a baseline that are run at once, and seconds after which no more are: memory that thrashes takes some."""
+BASELINE_TOKENS, BASELINE_S = 24, 20.0
+"""Tokens of a baseline, and seconds after which no more are begun: memory that thrashes takes its time."""
 KV_ALONE = "KV alone: no model between the attentions (--other-ms 0)"
 
 
@@ -48,6 +48,7 @@ class _Seen:
     prefill_steps: int
     steps: Sequence[Step]
     host_ms: float
+    page_entry_ms: float | None
     split: tuple[int, int, int]
     stats: Stats
     vram_mib: tuple[float, float, float]
@@ -97,8 +98,10 @@ def _run_once(gpu: Gpu, prompt_tokens: int, pool_mib: int, tries: int, told: Tol
         else:
             prompt_ms, prefilled = prefill_ms(run, setup, prompt_tokens, told, PREFILL_AT)
             steps = decoded(run, setup, prompt_tokens, setup.decode_tokens)
-        return _Seen(pool_mib, tries, layout, prompt_ms, prefilled, steps, run.enqueue_s * 1e3 / len(steps),
-                     run.split(), run.stats(), ((total - free_before) / MIB, (total - free) / MIB, free / MIB))
+        host_ms = run.enqueue_s * 1e3 / len(steps)
+        vram_mib = (total - free_before) / MIB, (total - free) / MIB, free / MIB
+        return _Seen(pool_mib, tries, layout, prompt_ms, prefilled, steps, host_ms,
+                     _page_entry_ms(run, setup, prompt_tokens, steps), run.split(), run.stats(), vram_mib)
 
 
 def _whole_prompt_ms(run: Run, setup: Setup, prompt_tokens: int, told: Told) -> tuple[float, int]:
@@ -113,6 +116,18 @@ def _whole_prompt_ms(run: Run, setup: Setup, prompt_tokens: int, told: Told) -> 
     if rest:
         total_ms += run.prefill(rest, 1)[0].ms
     return total_ms, whole + (rest > 0)
+
+
+def _page_entry_ms(run: Run, setup: Setup, prompt_tokens: int, steps: Sequence[Step]) -> float | None:
+    """The slowest of the tokens that begin a page and the few after each, but for the first of the answer, which has
+    its own reasons to be slow. Where the next page begins right behind the answer, a few tokens more are run. None:
+    no page began."""
+    entry = -prompt_tokens % setup.page_tokens or setup.page_tokens
+    lacking = entry + ENTRY_SEEN - len(steps)
+    if 0 < lacking <= ENTRY_SETTLE:
+        steps = [*steps, *run.decode(lacking)]
+    return max((step.ms for first in range(entry, len(steps), setup.page_tokens)
+                for step in steps[first : first + ENTRY_SEEN]), default=None)
 
 
 # --- baselines --------------------------------------------------------------------------------------------------------
@@ -148,11 +163,7 @@ def _decode_tps(gpu: Gpu, layout: Layout, split: Callable[[int], Split] | None, 
     setup = gpu.setup
     tokens = min(setup.decode_tokens, BASELINE_TOKENS)
     with gpu.run(layout, split, managed) as run:
-        began = gpu.machine.now(gpu.device)
-        steps = decoded(run, setup, prompt_tokens, min(tokens, BASELINE_PART))
-        while len(steps) < tokens and gpu.machine.now(gpu.device) - began < BASELINE_S:
-            steps += run.decode(min(tokens - len(steps), BASELINE_PART))
-        return tps_of(steps)
+        return tps_of(decoded(run, setup, prompt_tokens, tokens, BASELINE_S))
 
 
 # --- figures ----------------------------------------------------------------------------------------------------------
@@ -195,14 +206,8 @@ def _point(known: About, gpu: Gpu, prompt_tokens: int, seen: _Seen) -> Point:
         compute_ms=compute_ms, copy_ms=copy_ms, exposed_ms=exposed_ms,
         miss_rate=sum(step.late for step in steps) / max(1, sum(step.batches for step in steps)),
         cross_layer_prefetches=mean("ahead"), baseline_decode_tps=arm(ALL_RESIDENT),
-        predicted_decode_tps=1e3 / max(compute_ms, copy_ms), page_entry_ms=_page_entry_ms(setup, prompt_tokens, steps),
+        predicted_decode_tps=1e3 / max(compute_ms, copy_ms), page_entry_ms=seen.page_entry_ms,
         page_entry_reload_ms=None, published_decode_tps=None, published_prefill_tps=None, link_gib_s=gpu.link_gib_s,
         other_ms=setup.other_ms, host_ms=seen.host_ms, prefill_steps=seen.prefill_steps,
         all_resident_decode_tps=arm(ALL_RESIDENT), host_only_decode_tps=arm(HOST_ONLY), managed_decode_tps=arm(MANAGED),
         pool_tries=seen.tries, notes="; ".join(notes))
-
-
-def _page_entry_ms(setup: Setup, prompt_tokens: int, steps: Sequence[Step]) -> float | None:
-    """The slowest of the tokens that begin a page and the few after each. None when none began."""
-    entries = [number for number in range(1, len(steps)) if (prompt_tokens + number) % setup.page_tokens == 0]
-    return max((step.ms for entry in entries for step in steps[entry : entry + ENTRY_SEEN]), default=None)

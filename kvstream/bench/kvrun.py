@@ -9,6 +9,7 @@ about KV.
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Callable, Sequence
 from itertools import pairwise
@@ -111,19 +112,21 @@ class Run:
         return [self._step(self._between(begun, ended), compute_ms, before, after)
                 for (begun, _, before), (ended, compute_ms, after) in pairwise(seen)]
 
-    def decode(self, tokens: int, forget_at: int | None = None) -> list[Step]:
+    def decode(self, tokens: int, forget_at: int | None = None, for_s: float = math.inf) -> list[Step]:
         """Token by token; each waits for the one before. ``forget_at``: before that one (from 0) everything that is on
-        the device is dropped."""
+        the device is dropped. ``for_s``: no token begins later than that."""
         done = []
         self._device.synchronize()
         last, before = self._now(), self._counted()
+        until = last + for_s
         self._begin(1)
         for number in range(tokens):
             if number == forget_at:
                 self._cache.abandon_step()
                 self._begin(1)
             compute_ms = self._run(1)
-            if number + 1 < tokens:
+            goes_on = number + 1 < tokens and self._now() < until
+            if goes_on:
                 self._begin(1)
             enqueued = self._now()
             self._device.synchronize(self._cache.compute)
@@ -131,6 +134,8 @@ class Run:
             self.enqueue_s += enqueued - last
             done.append(self._step((now - last) * 1e3, compute_ms, before, after))
             last, before = now, after
+            if not goes_on:
+                break
         return done
 
     # --- what those below say ----------------------------------------------------------------------------------------
@@ -201,13 +206,14 @@ def _token_ms(run: Run, setup: Setup, prompt_tokens: int, place: int) -> float:
     return run.prefill(ubatch, min(room, WARM_UP + 1))[-1].ms / ubatch
 
 
-def decoded(run: Run, setup: Setup, prompt_tokens: int, tokens: int) -> list[Step]:
-    """The first tokens after a prompt, whose last micro-batches have brought in what is resident then."""
+def decoded(run: Run, setup: Setup, prompt_tokens: int, tokens: int, for_s: float = math.inf) -> list[Step]:
+    """The first tokens after a prompt, whose last micro-batches have brought in what is resident then. ``for_s``: no
+    token begins later than that."""
     last = min(setup.ubatch_tokens, prompt_tokens)
     batches = min(prompt_tokens // last, WARM_UP + 1)
     run.open_at(prompt_tokens - batches * last)
     run.prefill(last, batches)
-    return run.decode(tokens)
+    return run.decode(tokens, for_s=for_s)
 
 
 def host_only(layout: Layout) -> Callable[[int], Split]:

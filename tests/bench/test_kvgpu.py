@@ -13,14 +13,17 @@ from attrs import evolve
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvstream.bench import kvplot
+from kvstream.bench import kvgpu, kvplot
 from kvstream.bench.kv import Sweep, run_sweep
 from kvstream.bench.kvborrow import Busy
+from kvstream.bench.kvcard import CALL_S, LAYER, WAVE_S
 from kvstream.bench.kvfiles import RESULTS, TABLE
 from kvstream.bench.kvgpu import About, Gpu, Machine, find_pool, largest
 from kvstream.bench.kvmeasure import measure
-from kvstream.bench.kvmodel import PROFILES, Model
+from kvstream.bench.kvmodel import FITTED_TO, MODELS, PROFILES, TOKENS, Model
 from kvstream.bench.kvpoint import BASELINES, MEASURED, MIB, TRIED, Point, Setup, layout_in
+from kvstream.bench.kvsim import simulate
+from kvstream.cuda.device import Device
 from kvstream.cuda.fake_device import FakeDevice, Launch, Memory, Speeds
 from kvstream.cuda.types import KVType
 from kvstream.errors import ConfigError, DeviceError, DeviceMemoryError
@@ -207,10 +210,45 @@ def test_a_point() -> None:
     assert cards.all_closed()
 
 
+def test_a_simulated_card_is_measured_as_it_is_simulated(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two programs, one result: ``measure`` with a device that takes the times of a profile, and ``simulate``."""
+    profile, model = PROFILES["rtx-5070-ti"], MODELS[FITTED_TO]
+    page_s = profile.c1_ms_per_1k_tokens * 256 / TOKENS / 1e3 / model.layers
+
+    class Stub:
+        def __init__(self, device: FakeDevice, geometry: Any, stream: Any, wanted_s: tuple[float, ...]) -> None:
+            self.launch = lambda number: device.launch(stream, LAYER, (1,), (1,), (wanted_s[number],))
+
+    def kernel_s(launch: Launch) -> float:
+        if launch.kernel == LAYER:
+            return float(launch.args[0])
+        if not launch.kernel.startswith(("kv_attend", "kv_wide")):
+            return 0.0
+        k_pages, v_pages = launch.args[1:3]
+        return WAVE_S + page_s * (v_pages - k_pages) / 8
+
+    def opened(setup: Setup) -> Device:
+        link = profile.h2d_gib_s * 2**30
+        speeds = Speeds(in_bytes_per_s=link, out_bytes_per_s=link, copy_s=profile.call_ms / 1e3, launch_s=0.0,
+                        call_s=CALL_S, kernel_s=kernel_s)
+        return FakeDevice(None, speeds=speeds, memory_bytes=round(profile.usable_mib) * MIB)
+
+    monkeypatch.setattr(kvgpu, "Busy", Stub)
+    machine = Machine(opened, lambda device: device.host_s, lambda: None)  # type: ignore[attr-defined]
+    setup = Setup(None, model, decode_tokens=48, pool_mib=448, baselines=("host-only",), other_ms=profile.decode_ms(
+        model), other_prefill_ms=profile.prefill_step_ms(model, 512, 0)[0])
+    measured = measure(machine, About("card", 8.0), setup, 32768, QUIET, QUIET)
+    simulated = simulate(evolve(setup, profile=profile), 32768)
+    assert measured.h2d_mib_per_token == simulated.h2d_mib_per_token > 300
+    for name in ("h2d_calls_per_token", "decode_tps", "host_only_decode_tps", "link_gib_s", "compute_ms"):
+        assert getattr(measured, name) == pytest.approx(getattr(simulated, name), rel=0.01), name
+
+
 def test_what_does_not_fit_is_no_baseline() -> None:
     found = point(Cards(Card), evolve(ASKED, pool_mib=1, baselines=("all-resident",), reserve_mib=6))
     assert found.all_resident_decode_tps is None and "all-resident: takes 3 MiB, 2 are free" in found.notes
-    whole = point(Cards(Card), evolve(ASKED, baselines=("all-resident",)))
+    whole = point(Cards(Card), evolve(ASKED, decode_tokens=32, baselines=("all-resident",)))
+    assert whole.page_entry_ms is not None, "the page behind the answer is entered for this"
     assert whole.all_resident_decode_tps is not None and not whole.streaming_active
     assert whole.all_resident_decode_tps == pytest.approx(whole.decode_tps, rel=0.02)
 
