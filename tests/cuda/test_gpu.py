@@ -16,6 +16,7 @@ import pytest
 
 from tests.cuda.driver.build import Builder
 from tests.cuda.gpu import carried
+from tests.cuda.gpu import run as script
 from tests.cuda.gpu.bench import Bench
 from tests.cuda.gpu.run import STEPS, Options, Step, main, run
 
@@ -50,8 +51,12 @@ def figures(value: Any, name: str = "") -> Iterator[tuple[str, Any]]:
 def test_the_whole_script(cuda_builder: Builder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
                           capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setenv("KVSTREAM_CUDA_CACHE", str(cuda_builder.cache))
+    written: list[int] = []
+    monkeypatch.setattr(script, "write_json", lambda path, report, write=script.write_json: (
+        written.append(len(report["steps"])), write(path, report)))
     asked = ["--simulated", "--size", "tiny", "--seconds", "400", "--json", str(tmp_path / "gpu.json")]
     assert main(asked, (*STEPS[:2], *PLANTED, *STEPS[2:])) == 1
+    assert written == list(range(1, len(STEPS) + 3))  # after each step: nothing that is known is lost
     report = json.loads((tmp_path / "gpu.json").read_text("utf-8"))
     states = {name: step["state"] for name, step in report["steps"].items()}
     assert states == {step.name: "passed" for step in STEPS} | {"fails": "failed", "hangs": "late"}, report

@@ -14,6 +14,7 @@ from kvstream.cuda.device import Device, PyCudaDevice
 from kvstream.cuda.fake_device import FakeDevice, Launch, Memory
 from kvstream.cuda.fake_kernels import KERNELS
 from kvstream.cuda.layout import HEAD_SIZES, Geometry, cells_min, plan_layout
+from kvstream.cuda.numerics import check_numerics
 from kvstream.cuda.records import Opening
 from kvstream.cuda.types import KVType
 from kvstream.errors import DeviceError
@@ -143,6 +144,18 @@ def test_without_tensor_cores_that_are_right_there_is_another_way(caplog: pytest
         cache = opened(FakeDevice(KERNELS), geometry, rows_max=rows_max)
         assert cache._executor.tensor == used and not caplog.records
         cache.close()
+
+
+@pytest.mark.parametrize("kernel", ["kv_write", "kv_attend_64", "kv_fold_64"])
+def test_an_answer_that_lies_there_already_is_not_taken(kernel: str) -> None:
+    """Device memory may hold what the process before has computed in the same place."""
+    device = FakeDevice(KERNELS)
+    layout = plan_layout(SHAPE.geometry(), 1 << 22, 1 << 22, 8, 1, 64)
+    pool, slab, stream = device.alloc(layout.pool_bytes), device.pinned(layout.host_bytes), device.stream("compute")
+    check_numerics(device, layout, pool, slab, stream)
+    device._kernels = {**KERNELS, kernel: nothing}
+    with pytest.raises(DeviceError, match="does not compute"):
+        check_numerics(device, layout, pool, slab, stream)
 
 
 def test_a_kernel_that_faults_is_an_error_of_the_image() -> None:

@@ -29,6 +29,7 @@ MIB, GIB = 1 << 20, 1 << 30
 SHARES = (1.0, 0.75, 0.5, 0.25, 0.1, 0.0)
 """Of the cells in which everything is resident; 0: one ring cell, the fewest with which a step can be done."""
 WARM_UP, TOKENS, POINT_S = 4, 16, 3.0
+PREFILL_WARM_UP = 10
 TINY = Model("tiny", 2, 1, 2, 64, weights_mib=1)
 
 
@@ -117,10 +118,8 @@ def _all_resident(geometry: Geometry, pages: int) -> int:
 class Kept:
     """A device for one cache after the other, which keeps its memory between them. ``log``: launches, if it is one."""
 
-    computes = True
-
     def __init__(self, device: PyCudaDevice, pool_bytes: int, slab_bytes: int) -> None:
-        self._device, self.name = device, device.name
+        self._device, self.name, self.computes = device, device.name, device.computes
         self._pool_bytes, self._pool, self.slab = pool_bytes, device.alloc(pool_bytes), device.pinned(slab_bytes)
         self._streams: dict[str, Stream] = {}
         self.log: list[tuple[Any, ...]] | None = None
@@ -250,6 +249,36 @@ class Table:
             "link_share": measured(bytes_per_token / token_s / link) if link else None}
 
 
+    def prefill(self, cache: KVCache, context: int, rows: int, settled: bool) -> dict[str, Any]:
+        """Micro-batches at the end of a context, one after the other without waiting. A prompt that has grown to it has
+        a split by then that suits it, and here the policy first has to find that; not if it is ``settled``."""
+        steps, warm_max = 2, 1 if settled else PREFILL_WARM_UP
+        sequence = cache.create(context - (warm_max + steps) * rows)
+        warm = 0
+        while warm < warm_max and (warm == 0 or cache.stats().repartitions == 0):
+            self._rows(cache, sequence, rows)
+            warm += 1
+        self.device.synchronize()
+        before, begun = cache.stats().counters, time.perf_counter()
+        for _ in range(steps):
+            self._rows(cache, sequence, rows)
+        enqueued = time.perf_counter() - begun
+        self.device.synchronize()
+        took = time.perf_counter() - begun
+        after, stats = cache.stats().counters, cache.stats()
+        measured = self.bench.measured
+        return {
+            "rows": rows, "steps": steps, "warm_up": warm, "tokens_before": cache.tokens(sequence) - steps * rows,
+            "ring": stats.ring, "h2d_bytes_per_step": (after["in_bytes"] - before["in_bytes"]) / steps,
+            "launches_per_step": (after["launches"] - before["launches"]) / steps,
+            "tokens_per_s": measured(rows * steps / took), "ms_per_step": measured(took / steps * 1e3),
+            "host_ms_per_step": measured(enqueued / steps * 1e3)}
+
+    def _rows(self, cache: KVCache, sequence: int, rows: int) -> None:
+        cache.begin_step([(sequence, rows)])
+        self.layers(cache)
+
+
 def _subjects(bench: Bench) -> list[Subject]:
     if bench.tiny:
         return [Subject(TINY, "q8_0", "q4_0", 320, 32), Subject(TINY, "f16", "f16", 320, 32)]
@@ -330,28 +359,13 @@ def prefill(bench: Bench, tell: Any) -> None:
             layout = subject.layout(share, rows)
             table.fill(layout)
             cache = table.open(layout)
-            warm, steps = 1, 2
-            sequence = cache.create(subject.context - (warm + steps) * rows)
-            for _ in range(warm):
-                cache.begin_step([(sequence, rows)])
-                table.layers(cache)
-            table.device.synchronize()
-            before, begun = cache.stats().counters, time.perf_counter()
-            for _ in range(steps):
-                cache.begin_step([(sequence, rows)])
-                table.layers(cache)
-            table.device.synchronize()
-            took = time.perf_counter() - begun
-            after = cache.stats().counters
+            point = table.prefill(cache, subject.context, rows, settled=share == 1.0)
             cache.close()
-            moved = (after["in_bytes"] - before["in_bytes"]) / steps
-            tell.part(f"{subject.name} / {share:g}", {
-                "share": share, "context": subject.context, "rows": rows, "steps": steps, "h2d_bytes_per_step": moved,
-                "tokens_per_s": bench.measured(rows * steps / took), "ms_per_step": bench.measured(took / steps * 1e3)})
+            tell.part(f"{subject.name} / {share:g}", {"share": share, "context": subject.context, **point})
 
 
 def _prefills(bench: Bench) -> Iterator[tuple[Subject, float]]:
     model = TINY if bench.tiny else MODELS["qwen3.8-27b"]
-    for context in (192,) if bench.tiny else (8192, 32768, 131072):
+    for context in (512,) if bench.tiny else (8192, 32768, 131072):
         for share in (1.0, 0.25):
             yield Subject(model, "q8_0", "q4_0", context, 32 if bench.tiny else 256), share

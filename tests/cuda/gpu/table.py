@@ -104,8 +104,10 @@ def _resident(parts: Mapping[str, Any]) -> Table:
 
 
 def _prefill(parts: Mapping[str, Any]) -> Table:
-    table = _table("Prefill, KV only", "KV / share resident", "rows", "MiB/step", "ms/step", "tokens/s")
+    table = _table("Prefill, KV only", "KV / share resident", "rows", "MiB/step", "launches", "ms/step", "tokens/s",
+                   "host ms")
     for name, point in parts.items():
-        table.add_row(name, str(point["rows"]), f"{point['h2d_bytes_per_step'] / MIB:,.1f}", _of(point["ms_per_step"]),
-                      _of(point["tokens_per_s"], ",.0f"))
+        table.add_row(name, str(point["rows"]), f"{point['h2d_bytes_per_step'] / MIB:,.1f}",
+                      f"{point['launches_per_step']:,.0f}", _of(point["ms_per_step"]),
+                      _of(point["tokens_per_s"], ",.0f"), _of(point["host_ms_per_step"]))
     return table
