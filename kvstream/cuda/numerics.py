@@ -283,6 +283,9 @@ class _Problem:
     def _table(self, at: list[int]) -> Floats:
         geometry = self._geometry
         self.mover.send(self._at("out"), np.full_like(self._q, np.nan))
+        places = len(self._pages) * self._rows * geometry.q_heads
+        for name, values in (("table", places * geometry.head_size), ("table_ml", places * 2)):
+            self.mover.send(self._at(name), np.full(values, np.nan, np.float32))
         self._attend("kv_attend", at[:3],
                      table_grid(len(self._pages), geometry.kv_heads, self._rows, geometry.group), 0)
         self._launch(f"kv_fold_{geometry.head_size}", fold_grid(self._rows, geometry.q_heads), geometry.head_size, 0,
