@@ -26,8 +26,8 @@ from rich.table import Table  # noqa: E402
 
 from tests.cuda import ledger  # noqa: E402
 
-FILES = ("test_driver_faults.py", "test_kernels_runtime.py", "test_kernels_planted.py", "test_plan_faults.py",
-         "test_faults.py")
+FILES = ("test_driver_faults.py", "test_kernels_runtime.py", "test_kernels_planted.py", "test_kernels_wide.py",
+         "test_plan_faults.py", "test_faults.py")
 NOT_CAUGHT = "NOT CAUGHT"
 
 NEEDED = {
@@ -41,7 +41,7 @@ NEEDED = {
     "a wait of the host left out": (
         "the host does not wait before it touches pages", "tables are written while they are read",
         "a result is read before its copy is done", "rows are overwritten before they are sent"),
-    "a barrier left out": ("kernels: barrier 1 of ",),
+    "a barrier left out": ("kernels: barrier 1 of ", "wide kernels: barrier 1 of "),
     "a cell used again one step early": ("plans: a cell reused one step early",),
     "the tail uploaded before its producer": ("plans: a tail uploaded before its rows are saved",),
     "a host page read before its copy is done": ("the host does not wait before it touches pages",),

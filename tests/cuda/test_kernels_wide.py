@@ -20,6 +20,7 @@ from kvstream.cuda import kernels
 from kvstream.cuda.types import KVType
 from tests.cuda.alone import HERE, KERNELS, Alone, LaunchError, build, build_alone, cache_of, open_machine
 from tests.cuda.cases import Case, Desk, Rows, geometry_of, worst
+from tests.cuda.ledger import Fault, fault
 
 KINDS = tuple(kind.label for kind in KVType)
 TOLERANCE = 1.5e-3  # of the largest output: q, p, and what f16 does not hold of K and V are rounded to 11 bits
@@ -253,6 +254,12 @@ def said(request: pytest.FixtureRequest, source: Path) -> list[set[str]]:
     return [symptoms(machine, seed) for seed in range(3)]
 
 
+def noticed(noted: Fault, found: list[set[str]]) -> None:
+    for kind in sorted(set().union(*found)):
+        times = sum(kind in kinds for kinds in found)
+        noted.caught_by("oracle" if kind == "values" else kind, "kernels, checked", times, len(found))
+
+
 def test_without_a_fault_nothing_is_said(request: pytest.FixtureRequest, tmp_path: Path) -> None:
     assert said(request, planted(tmp_path, "// Attention", "//  Attention")) == [set()] * 3
 
@@ -260,13 +267,15 @@ def test_without_a_fault_nothing_is_said(request: pytest.FixtureRequest, tmp_pat
 @pytest.mark.parametrize("nth", range(BARRIERS))
 def test_a_missing_barrier_is_reported_on_every_seed(request: pytest.FixtureRequest, tmp_path: Path, nth: int) -> None:
     assert BARRIERS == 3
-    found = said(request, planted(tmp_path, "block_sync();", "", nth))
-    print(f"barrier {nth + 1} of {BARRIERS}: {found}")
-    assert all(kinds & {"race-shared", "race-global", "uninit-shared"} for kinds in found)
+    with fault(f"wide kernels: barrier {nth + 1} of {BARRIERS} left out", "threads that do not wait") as noted:
+        found = said(request, planted(tmp_path, "block_sync();", "", nth))
+        assert all(kinds & {"race-shared", "race-global", "uninit-shared"} for kinds in found)
+        noticed(noted, found)
 
 
 @pytest.mark.parametrize(("name", "old", "new"), CHANGES, ids=[name for name, _, _ in CHANGES])
 def test_other_faults_are_seen(request: pytest.FixtureRequest, tmp_path: Path, name: str, old: str, new: str) -> None:
-    found = said(request, planted(tmp_path, old, new))
-    print(f"{name}: {found}")
-    assert all(found)
+    with fault(f"wide kernels: {name}", "a mistake in the kernels' arithmetic or addresses") as noted:
+        found = said(request, planted(tmp_path, old, new))
+        assert all(found)
+        noticed(noted, found)

@@ -37,6 +37,7 @@ class Conversation:
     table_slots: int
     splits: int  # 0: the policy's; otherwise the seed of those that wander
     lazily: bool
+    wide: str
 
 
 def conversation(seed: int) -> Conversation:
@@ -48,7 +49,8 @@ def conversation(seed: int) -> Conversation:
     rows_max, sequences = dice.choice((8, 40, 64)), dice.choice((1, 2, 4))
     return Conversation(shape, lines(dice, dice.randint(6, 16), rows_max, sequences), rows_max, sequences,
                         dice.choice((0, 0, 1, 2, 3, 5, 8)), dice.choice((1, 16, 256)),
-                        dice.choice((0, dice.randrange(1, 1000))), dice.random() < 0.7)
+                        dice.choice((0, dice.randrange(1, 1000))), dice.random() < 0.7,
+                        dice.choice(("exact", "exact", "tensor")))
 
 
 def lines(dice: random.Random, number: int, rows_max: int, sequences_max: int) -> Script:
@@ -108,7 +110,8 @@ def played(device: Device, talk: Conversation, streamed: bool) -> Digest:
     cells = fewest(talk.shape, talk.sequences, talk.rows_max) + talk.more if streamed else None
     split = wandering(talk.splits, geometry.layers) if streamed and talk.splits else None
     return play(device, geometry, opening_of(geometry, cells, rows_max=talk.rows_max, sequences_max=talk.sequences,
-                                             context_max=256, table_slots=talk.table_slots, split=split),
+                                             context_max=256, table_slots=talk.table_slots, split=split,
+                                             wide=talk.wide),
                 talk.script, lazily=talk.lazily).digest()
 
 
