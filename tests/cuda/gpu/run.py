@@ -49,6 +49,7 @@ class Step(NamedTuple):
 
 STEPS = (
     Step("device", "tests.cuda.gpu.proofs:device", 60, needed=True),
+    Step("numerics", "tests.cuda.gpu.proofs:numerics", 60),
     Step("contract", "tests.cuda.gpu.proofs:contract", 60),
     Step("bandwidth", "tests.cuda.gpu.speeds:bandwidth", 40),
     Step("decode", "tests.cuda.gpu.speeds:decode", 150),

@@ -53,7 +53,10 @@ def _steps(report: Mapping[str, Any]) -> Table:
 
 def _what(name: str, parts: Mapping[str, Any]) -> str:
     if name == "device":
-        return f"{parts['numerics']['checked']} pairs of types and head sizes give numpy's values"
+        device = parts["device"]
+        return f"{device['memory_bytes'] / GIB:.0f} GiB, driver for CUDA {device['driver']}, PyCUDA {device['pycuda']}"
+    if name == "numerics":
+        return f"{parts['checked']} pairs of types and head sizes give numpy's values"
     if name == "contract":
         return f"{len(parts['scenes'])} scenes"
     if name == "bitwise":
