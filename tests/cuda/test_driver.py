@@ -169,7 +169,8 @@ def test_every_symbol_that_pycuda_links_to_is_there(cuda_builder: Builder) -> No
 def test_this_process_never_loads_the_simulated_driver(simulated: Simulated) -> None:
     assert simulated.call(scenes.add, 1, right=2) == 3
     maps = Path("/proc/self/maps").read_text("utf-8")
-    assert str(simulated.builder.cache) not in maps
+    for never in ("libcuda", str(simulated.builder.driver().parent), str(simulated.builder.pycuda())):
+        assert never not in maps  # kernels without a driver may be there (alone.py)
     assert "pycuda" not in sys.modules
 
 
