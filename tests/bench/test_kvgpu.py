@@ -211,8 +211,9 @@ def test_a_point() -> None:
 
 
 def test_a_simulated_card_is_measured_as_it_is_simulated(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two programs, one result: ``measure`` with a device that takes the times of a profile, and ``simulate``."""
-    profile, model = PROFILES["rtx-5070-ti"], MODELS[FITTED_TO]
+    """Two programs, one result: ``measure`` with a device that takes the times of a profile, and ``simulate``. The link
+    is slow, so that it shows when something is copied while no clock runs."""
+    profile, model = evolve(PROFILES["rtx-5070-ti"], h2d_gib_s=20.0), MODELS[FITTED_TO]
     page_s = profile.c1_ms_per_1k_tokens * 256 / TOKENS / 1e3 / model.layers
 
     class Stub:
