@@ -103,3 +103,19 @@ gpu *args:
 # Fill a folder with what `just gpu` needs on a machine without a network (--for 3.12: another Python there)
 gpu-wheels *args:
     {{python}} build/gpu_wheels.py {{args}}
+
+# The executable: one file with everything in it, dist/kvstream (build/DESIGN.md says what that needs)
+bin *args:
+    {{python}} build/executable.py {{args}}
+
+# KVStream for a Python that is there already, in one file: dist/kvstream.pyz
+zipapp *args:
+    {{python}} build/zipapp.py {{args}}
+
+# The manual page, from the command line itself: dist/kvstream.1
+man *args:
+    {{python}} build/man.py {{args}}
+
+# Exact versions and hashes for the executable and the zipapp, from this environment
+lock:
+    {{python}} build/lock.py
