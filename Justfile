@@ -119,3 +119,11 @@ man *args:
 # Exact versions and hashes for the executable and the zipapp, from this environment
 lock:
     {{python}} build/lock.py
+
+# What a built executable does, tried one by one (--model M.gguf for the embedded llama.cpp)
+smoke *args:
+    {{python}} build/smoke.py {{args}}
+
+# How long each form takes to start, beside python -m kvstream
+show-starts *args:
+    {{python}} tests/measure/show_starts.py {{args}}

@@ -109,8 +109,8 @@ def main() -> None:
             stage(folder)
         else:
             shutil.copytree(given.stage, folder)
+        notices(folder)  # by the records that are dropped next
         clear(folder)
-        notices(folder)
         (folder / "__main__.py").write_text(MAIN, "utf-8")
         compile_all(folder)
         given.file.parent.mkdir(parents=True, exist_ok=True)

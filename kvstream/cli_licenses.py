@@ -24,6 +24,6 @@ def licenses(short: bool) -> None:
     if short:
         lines = text.splitlines()
         titles = [lines[at + 1] for at, line in enumerate(lines[:-2])
-                  if line == collected.RULE and lines[at + 2] == collected.RULE]
+                  if line == lines[at + 2] == collected.RULE and lines[at + 1]]
         text = "\n".join(["KVStream: Apache-2.0", *titles])
     click.echo(text.rstrip("\n"))
