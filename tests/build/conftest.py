@@ -14,6 +14,7 @@ import pytest
 from tests.build.recipes import recipe
 
 WAIT_S = 60.0  # against hanging only
+UMASK = 0o027  # not the launcher's own
 
 # What the launcher becomes in these tests: says who it is, and waits or ends as it is told.
 PROGRAM = r"""
@@ -88,7 +89,7 @@ class OneFile:
     def start(self, *args: str, **environment: str | Path) -> subprocess.Popen[str]:
         env = {"PATH": os.environ["PATH"], **{name: str(value) for name, value in environment.items()}}
         return subprocess.Popen([self.path, *args], env=env, stdin=subprocess.PIPE, stdout=subprocess.PIPE,
-                                stderr=subprocess.PIPE, text=True)
+                                stderr=subprocess.PIPE, text=True, umask=UMASK)
 
     def run(self, *args: str, **environment: str | Path) -> subprocess.CompletedProcess[str]:
         with self.start(*args, **environment) as process:

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.build.conftest import WAIT_S, Launchers, Make
+from tests.build.conftest import UMASK, WAIT_S, Launchers, Make
 
 REFUSED = 126
 
@@ -31,10 +31,8 @@ def test_the_first_start_unpacks_and_becomes_the_program(make: Make, tmp_path: P
     file, cache = make(), tmp_path / "a" / "cache"
     with file.start("wait", "7", "with space", KVSTREAM_CACHE_DIR=cache) as process:
         out, err = process.communicate("\n", timeout=WAIT_S)
-    mask = os.umask(0)
-    os.umask(mask)
     assert (process.returncode, err) == (7, "")
-    assert out.splitlines() == [f"pid={process.pid} argv0={file.path} file={file.path} umask={mask:o} argc=4",
+    assert out.splitlines() == [f"pid={process.pid} argv0={file.path} file={file.path} umask={UMASK:o} argc=4",
                                 "arg=wait", "arg=7", "arg=with space"]
     assert names(cache) == {file.digest} and cache.stat().st_mode & 0o777 == 0o700
     (file.folder / "_internal").chmod(0o755)
