@@ -28,9 +28,9 @@ ROOT = Path(__file__).resolve().parents[1]
 LOCK = ROOT / "build" / "zipapp.lock"
 EPOCH = (2026, 1, 1, 0, 0, 0)
 # Nobody imports these: the command lines and test suites of packages, what only editors read, records of pip.
-DROPPED = ("bin", "**/*.so", "**/*.pyd", "**/*.pyi", "**/py.typed", "**/tests", "**/__pycache__", "**/RECORD",
-           "**/INSTALLER", "**/REQUESTED", "**/direct_url.json", "kvstream/**/DESIGN.md", "kvstream/cuda/kernels/*.cu*",
-           "kvstream/cuda/kernels/README.md")
+DROPPED = ("bin", "**/*.so", "**/*.pyd", "**/*.pyi", "**/py.typed", "**/tests", "**/_tests", "**/__pycache__",
+           "**/RECORD", "**/INSTALLER", "**/REQUESTED", "**/direct_url.json", "kvstream/**/DESIGN.md",
+           "kvstream/cuda/kernels/*.cu*", "kvstream/cuda/kernels/README.md")
 
 MAIN = '''\
 # Read by any Python, also by one that cannot run the rest.
@@ -86,15 +86,17 @@ def compile_all(folder: Path) -> None:
 
 
 def write(folder: Path, file: Path) -> None:
-    """The same folder gives the same bytes."""
+    """The same folder gives the same bytes. Folders have entries of their own: by these zipimport knows a package
+    that has no ``__init__`` (flask.sansio)."""
     with file.open("wb") as opened:
         opened.write(b"#!/usr/bin/env python3\n")
         with zipfile.ZipFile(opened, "w", zipfile.ZIP_DEFLATED, compresslevel=9) as archive:
             for path in sorted(folder.rglob("*")):
-                if path.is_file():
-                    about = zipfile.ZipInfo(path.relative_to(folder).as_posix(), EPOCH)
-                    about.external_attr, about.compress_type = 0o644 << 16, zipfile.ZIP_DEFLATED
-                    archive.writestr(about, path.read_bytes())
+                name = path.relative_to(folder).as_posix()
+                about = zipfile.ZipInfo(f"{name}/" if path.is_dir() else name, EPOCH)
+                about.external_attr = (0o755 if path.is_dir() else 0o644) << 16
+                about.compress_type = zipfile.ZIP_STORED if path.is_dir() else zipfile.ZIP_DEFLATED
+                archive.writestr(about, b"" if path.is_dir() else path.read_bytes())
     file.chmod(0o755)
 
 

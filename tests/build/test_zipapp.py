@@ -35,6 +35,8 @@ def staged(folder: Path) -> Path:
                 (folder / path).parent.mkdir(parents=True, exist_ok=True)
                 shutil.copy(str(path.locate()), folder / path)
     (folder / "click" / "speed.so").write_bytes(b"\x7fELF")
+    (folder / "bare" / "inner").mkdir(parents=True)
+    (folder / "bare" / "inner" / "module.py").write_text("found = __loader__.archive\n", "utf-8")
     return folder
 
 
@@ -69,6 +71,12 @@ def test_it_runs_and_knows_what_it_is(files: tuple[Path, Path]) -> None:
     licenses = run(files[0], "licenses", "--short").stdout.splitlines()
     assert [line.split()[0] for line in licenses] == ["KVStream:", "attrs", "click"]
     assert "Redistribution and use" in run(files[0], "licenses").stdout  # click's own words
+
+
+def test_a_package_without_an_init_is_found(files: tuple[Path, Path]) -> None:
+    code = "import sys; sys.path.insert(0, sys.argv[1]); from bare.inner.module import found; print(found)"
+    done = subprocess.run([sys.executable, "-c", code, files[0]], capture_output=True, text=True)
+    assert done.stdout.strip() == str(files[0]), done.stderr
 
 
 def test_bytecode_is_used_without_a_look_at_the_source(files: tuple[Path, Path]) -> None:
