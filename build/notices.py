@@ -20,7 +20,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 # In the environment, not in the bundle; PyInstaller's own licence is there for its bootloader.
 TOOLS = frozenset(("pip", "setuptools", "wheel", "altgraph", "packaging", "pyinstaller-hooks-contrib", "kvstream",
-                   "requests", "urllib3", "charset-normalizer"))
+                   "requests", "urllib3", "charset-normalizer", "pygments", "markdown-it-py", "mdurl"))
 IN_THE_LAUNCHER = {"libc.a": "glibc", "libzstd.a": "zstd"}
 SAID = ("KVStream is free software under the Apache License 2.0. With it in this file, each under its own licence:\n")
 

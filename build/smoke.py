@@ -151,10 +151,10 @@ def streamed(place: Place, backend: str, _args: argparse.Namespace) -> str:
     with place.serving("--backend", "openai", "--backend-url", backend) as (process, port, _):
         text = Stream(port).rest()
         check(text.rstrip().endswith("data: [DONE]") and " token" in text, text)
-        check(answers(port, "/metrics") and answers(port, "/"), "metrics, dashboard")
+        check(answers(port, "/metrics") and answers(port, "/status"), "metrics, status")
         exe = Path(f"/proc/{process.pid}/exe").resolve()
         check(exe.is_relative_to(place.cache), exe)
-    return "a stream to its end, metrics, the page; the pid is the server's"
+    return "a stream to its end, metrics, status; the pid is the server's"
 
 
 def terminated(place: Place, backend: str, _args: argparse.Namespace, group: bool = False) -> str:
