@@ -30,7 +30,8 @@ LLAMA = ("llama.cpp (in xllamacpp): MIT", (ROOT / "build" / "licences" / "llama.
 
 
 def distributions() -> list[str]:
-    return sorted({found.metadata["Name"] for found in metadata.distributions()} - TOOLS, key=str.lower)
+    names = {found.metadata["Name"].lower().replace("_", "-") for found in metadata.distributions()}
+    return sorted(names - TOOLS)
 
 
 def python_notice() -> tuple[str, str]:
