@@ -157,7 +157,7 @@ def show(sweep: Sweep, known: About | None, points: list[Point], folder: Path, p
     names = ["prompt", "pool MiB", "resident", "ring", "MiB/token", "compute ms", "copy ms", "exposed", "overlap",
              "prefill/s", "decode/s", *baselines]
     published = any(point.published_decode_tps is not None for point in points)
-    for name in [*names, "published", "ratio"] if published else names:
+    for name in [*names, "bound", "published", "ratio"] if published else names:
         table.add_column(name, justify="right", no_wrap=True)
     for point in points:
         theirs = point.published_decode_tps
@@ -167,7 +167,8 @@ def show(sweep: Sweep, known: About | None, points: list[Point], folder: Path, p
             f"{point.copy_ms:.2f}", f"{point.exposed_ms:.2f}", f"{point.overlap_pct:.0f}%", f"{point.prefill_tps:,.0f}",
             f"{point.decode_tps:.2f}",
             *(_figure(getattr(point, name.replace("-", "_") + "_decode_tps")) for name in baselines),
-            *((_figure(theirs), "" if theirs is None else f"{point.decode_tps / theirs:.3f}") if published else ()))
+            *((_figure(point.predicted_decode_tps), _figure(theirs),
+               "" if theirs is None else f"{point.decode_tps / theirs:.3f}") if published else ()))
     console.print(table)
     if points and points[-1].notes:  # the column has those of all
         console.print(f"last point: {points[-1].notes}", markup=False, highlight=False)

@@ -19,7 +19,8 @@ from .kvrun import Inputs, Run
 
 CALL_S = 5e-6  # a call through PyCUDA
 WAVE_S = 2e-6
-"""A wave of attention beside its pages. What other launches cost is in the constants, which are of whole tokens."""
+"""A wave of attention beside its pages, from the second of a layer on. The constants are fitted to whole tokens of the
+original, which launches attention once per layer too: what that costs, and all other launches, is in them already."""
 SOMEWHERE = 1 << 40  # inputs lie on the device, as an engine's do
 LAYER = "model_layer"
 
@@ -30,6 +31,7 @@ class Card(Run):
     def __init__(self, profile: Profile, model: Model, layout: Layout,
                  split: Callable[[int], Split] | None = None) -> None:
         self.profile, self.model = profile, model
+        self._wave_s = 0.0  # what the next wave costs beside its pages
         self._page_s = self._layer_s = 0.0  # the attention of one page, and all else of a layer, in the step at hand
         speeds = Speeds(
             in_bytes_per_s=profile.h2d_gib_s * GIB, out_bytes_per_s=profile.h2d_gib_s * GIB,
@@ -57,6 +59,7 @@ class Card(Run):
         return other_ms + attention_ms
 
     def _work(self, tokens: int) -> None:
+        self._wave_s = 0.0
         self._fake.launch(self._cache.compute, LAYER, (1,), (1,), (self._layer_s,))
 
     def _kernel_s(self, launch: Launch) -> float:
@@ -64,5 +67,6 @@ class Card(Run):
             return float(launch.args[0])
         if launch.kernel.startswith(("kv_attend", "kv_wide")):
             k_pages, v_pages = launch.args[1:3]  # one list of addresses after the other
-            return WAVE_S + self._page_s * (v_pages - k_pages) / 8
+            before, self._wave_s = self._wave_s, WAVE_S
+            return before + self._page_s * (v_pages - k_pages) / 8
         return 0.0

@@ -90,6 +90,7 @@ class _Batch:
     """When its first upload could begin, when it was there, and when the computation came to it."""
 
     begun: Event
+    layer: int
     bytes: int = 0
     ready: Event | None = None
     asked: Event | None = None
@@ -107,7 +108,8 @@ class _Sample:
 
 @frozen
 class Figures:
-    """A sampled step, read. Seconds; ``bytes_per_s`` of the fastest batch, which had nothing to wait for."""
+    """A sampled step, read. Seconds; ``bytes_per_s`` of the fastest batch, which had nothing to wait for. ``pause_s``:
+    from the last batch of one layer to the first of the next, when no cell comes free, on average; 0 if unknown."""
 
     batches: int
     misses: int
@@ -115,6 +117,7 @@ class Figures:
     copy_s: float
     exposed_s: float
     step_s: float
+    pause_s: float
 
 
 class Executor:
@@ -267,7 +270,7 @@ class Executor:
             self.counters.cross_layer_prefetches += op.layer > max(self._layer, 0)
             self.counters.cross_step_prefetches += self._layer == self.layout.geometry.layers
             if sample is not None:
-                batch = sample.open[op.batch] = _Batch(self._device.record(self.copy, timed=True))
+                batch = sample.open[op.batch] = _Batch(self._device.record(self.copy, timed=True), op.layer)
                 sample.batches.append(batch)
         for page_bytes, cells_at, plane_at in zip(
                 self._page_bytes, self._cells_at, self._planes_at[op.layer], strict=True):
@@ -364,6 +367,8 @@ class Executor:
         copy_s = exposed_s = 0.0
         batches = misses = 0
         rate = 0.0
+        pauses: list[float] = []
+        last: _Batch | None = None
         for batch in sample.batches:
             if batch.ready is None or batch.asked is None:  # for the step after this one
                 continue
@@ -374,7 +379,12 @@ class Executor:
             late = between(batch.asked, batch.ready)
             exposed_s += max(0.0, late)
             misses += late > 0
-        figures = Figures(batches, misses, rate, copy_s, exposed_s, between(sample.start, sample.end))
+            if last is not None and last.ready is not None and last.asked is not None and batch.layer > last.layer:
+                since = min(between(last.asked, batch.asked), between(last.ready, batch.asked))
+                pauses.append(since / (batch.layer - last.layer))
+            last = batch
+        pause_s = max(0.0, sum(pauses) / len(pauses)) if pauses else 0.0
+        figures = Figures(batches, misses, rate, copy_s, exposed_s, between(sample.start, sample.end), pause_s)
         counters = self.counters
         counters.steps_sampled += 1
         counters.samples += figures.batches

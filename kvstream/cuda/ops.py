@@ -26,7 +26,7 @@ Folding: TypeAlias = Literal["table", "running"]
 Entry: TypeAlias = tuple[int, int, int]
 """(sequence, index of the page in that sequence, cell that holds it)"""
 
-PAGES_PER_COPY_MAX: Final = 32  # long enough for full bandwidth, short enough that the first pages arrive early
+PAGES_PER_COPY_MAX: Final = 96  # a wave: its pages are awaited together, so shorter copies would gain nothing
 
 
 @frozen(slots=True)

@@ -41,7 +41,7 @@ from .steady import MEMOS_MAX, Counts, Memo, Plan, Rows, rewritten, rows_of, uns
 
 __all__ = ["Counts", "Plan", "Shape", "plan_step"]
 
-WAVE_PAGES_MAX: Final = 96
+WAVE_PAGES_MAX: Final = PAGES_PER_COPY_MAX
 WAVES_PER_RING: Final = 4  # while one is attended, three are on their way
 TABLE_ROWS_MAX: Final = 32  # of one sequence; more are a prefill, where the running form reads each page once for all
 
@@ -182,8 +182,7 @@ class _Step:
         """Cut what each layer needs into chunks."""
         circle = len(self.places.ring) if self.kept.passing else 0
         size = WAVE_PAGES_MAX if circle == 0 else max(1, circle // WAVES_PER_RING)
-        if size >= PAGES_PER_COPY_MAX:  # whole copies
-            size = min(WAVE_PAGES_MAX, -(-size // PAGES_PER_COPY_MAX) * PAGES_PER_COPY_MAX)
+        size = min(WAVE_PAGES_MAX, size)
         pages = np.array(self.demand.pages, np.int64)
         plain = np.ones(len(pages), np.bool_)
         plain[list(self.demand.filled)] = False

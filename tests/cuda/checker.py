@@ -201,7 +201,7 @@ class Checker:
                     self._fault("folds before the last wave")
 
     def _upload(self, op: ops.Upload) -> None:
-        if not (1 <= op.count <= 32 and 0 <= op.cell <= self.cells_count - op.count
+        if not (1 <= op.count <= 96 and 0 <= op.cell <= self.cells_count - op.count
                 and 0 <= op.page <= self.truth.shape[1] - op.count and 0 <= op.layer < self.layers):
             self._fault("is out of bounds")
             return

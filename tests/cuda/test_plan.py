@@ -103,13 +103,13 @@ def test_what_was_copied_ahead_is_not_used_when_the_next_step_is_another_one() -
     assert world.checker.faults == []
 
 
-def test_adjacent_pages_are_one_copy_of_up_to_32() -> None:
+def test_adjacent_pages_are_one_copy_as_long_as_a_wave() -> None:
     world = World(layers=2, page_tokens=1, host_pages=300, cells=2 + 200)
     sequence = world.create(199)
     plan = world.step([(sequence, 1)], Split(200, (0, 0)), ahead=False)
     counts = [op.count for op in plan.ops() if isinstance(op, ops.Upload)]
-    assert sum(counts) == 2 * 199 and max(counts) == ops.PAGES_PER_COPY_MAX
-    assert len(counts) <= 2 * (199 // 32 + 1 + 4)  # a piece more per chunk
+    assert sum(counts) == 2 * 199 and max(counts) == 198 // 4  # of a ring a quarter at once
+    assert len(counts) <= 2 * (199 // 49 + 1 + 4)  # a piece more per chunk
     assert world.checker.faults == []
 
 

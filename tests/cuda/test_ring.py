@@ -54,13 +54,13 @@ def test_a_page_is_coming_until_compute_has_waited_for_it() -> None:
     assert kinds(cells) == ["Upload", "Ready", "Await", "Attend"]
 
 
-def test_copies_are_cut_where_neighbours_end_and_at_32_pages() -> None:
+def test_copies_are_cut_where_neighbours_end_and_at_96_pages() -> None:
     cells = opened(1, 128, 128)
-    into = ids(*range(10, 50), 60, 61)
-    pages = ids(*range(40), 40, 50)
+    into = ids(*range(10, 110), 120, 121)
+    pages = ids(*range(100), 100, 110)
     fetched(cells, 0, pages, into)
     assert [(op.page, op.cell, op.count) for op in cells.out if isinstance(op, ops.Upload)] == [
-        (0, 10, 32), (32, 42, 8), (40, 60, 1), (50, 61, 1)]
+        (0, 10, 96), (96, 106, 4), (100, 120, 1), (110, 121, 1)]
 
 
 def test_waits_are_made_where_they_are_needed_and_nowhere_else() -> None:
