@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import logging
 import random
+from collections import deque
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 
@@ -106,6 +107,7 @@ class Engine:
         self._wake = trio.Event()
         self._streams: trio.Nursery | None = None
         self._live: dict[RequestId, Stream] = {}
+        self._ended: deque[tuple[RequestId, str]] = deque(maxlen=256)  # their seats may still drain
         self.guard = Guard(settings, self._post_of_guard, name)
         self._door = Door(self.watcher, self.guard)
         self.inject = Inject(
@@ -215,6 +217,7 @@ class Engine:
             error = PoolExhaustedError("the stream was ended by the gateway")
         stream.buffer.close(error)
         del self._live[stream.rid]
+        self._ended.append((stream.rid, stream.name))
         if not self._live:
             self._idle.set()
         self.sight.calls += 1
@@ -366,6 +369,10 @@ class Engine:
     def streams(self) -> Mapping[RequestId, Stream]:
         """The requests in hand, waiting and running. Read only."""
         return self._live
+
+    def name_of(self, rid: RequestId) -> str:
+        """What the request is called, also when it ended a while ago; its number when nobody knows."""
+        return (self._live[rid].name if rid in self._live else dict(self._ended).get(rid)) or str(rid)
 
     def reconfigure(self, settings: EngineSettings) -> None:
         """Let new requests go by ``settings``. What its parts were built with stays; see ``reload.LIVE``."""

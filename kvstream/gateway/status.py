@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import partial
 from typing import Any
 from urllib.parse import urlsplit, urlunsplit
 
@@ -59,7 +58,7 @@ def _lane(lane: Lane, now: float) -> dict[str, Any]:
         "options_alternate": engine.load_options.status(),
         "prefix_hygiene": engine.hygiene.status(),
         "counters": _counters(snapshot),
-        "inject": {**inject_json(*engine.inject.status(now), snapshot, partial(_name, engine)),
+        "inject": {**inject_json(*engine.inject.status(now), snapshot, engine.name_of),
                    "totals": engine.inject.totals(engine.streams.values())},
     }
 
@@ -96,7 +95,7 @@ def _pages(pages: TierPages) -> dict[str, int]:
 def _running(engine: Engine, view: RunningView) -> dict[str, Any]:
     stream = engine.streams.get(view.rid)
     return {
-        "id": _name(engine, view.rid), "state": "draining" if view.draining else "running",
+        "id": engine.name_of(view.rid), "state": "draining" if view.draining else "running",
         "phase": stream.phase if stream else None, "age_s": round(view.age_s, 3), "tokens": view.tokens,
         "produced": stream.tokens if stream else None, "pages": view.pages, "cached": view.tokens_cached,
         "priority": stream.priority.name.lower() if stream else None, "counted": _counted(engine, view.rid),
@@ -105,16 +104,11 @@ def _running(engine: Engine, view: RunningView) -> dict[str, Any]:
 
 def _waiting(engine: Engine, view: WaitingView) -> dict[str, Any]:
     """Whoever gave way says so, whatever keeps him from going on; ``produced`` is what his client has already."""
-    row = {"id": _name(engine, view.rid), "position": view.position, "age_s": round(view.age_s, 3),
+    row = {"id": engine.name_of(view.rid), "position": view.position, "age_s": round(view.age_s, 3),
            "tokens": view.tokens, "priority": view.priority.name.lower(), "counted": _counted(engine, view.rid),
            "why": view.why}
     stream = engine.streams.get(view.rid)
     return row | {"why": "preempted", "produced": stream.tokens} if stream is not None and stream.preempted else row
-
-
-def _name(engine: Engine, rid: RequestId) -> str:
-    stream = engine.streams.get(rid)
-    return stream.name if stream and stream.name else str(rid)
 
 
 def _counted(engine: Engine, rid: RequestId) -> str | None:

@@ -117,12 +117,14 @@ async def test_case_05_backend_does_not_notice_the_close(autojump_clock: Any) ->
         lane.runtime.script(Script(first_byte_after=60))
         first = lane.start(chat("first"))
         await trio.sleep(1)
+        name = (await lane.status())["running"][0]["id"]
         first.leave()
         left = trio.current_time()
         second = lane.start(chat("second"))
         await trio.sleep(1)
         status = await lane.status()
         assert status["seats"] == {"total": 1, "used": 1, "draining": 1}
+        assert [r["id"] for r in status["running"]] == [name] and name.startswith("kvs-"), "its name, as in the log"
         assert [r["state"] for r in status["running"]] == ["draining"]
         assert lane.runtime.journal.prompts == ["first"]
         await second.ended.wait()
