@@ -12,11 +12,12 @@ has three parts.
   that costs a resident page, hence a copy per step. That bound is ours, and with it the split
   follows it at once, since a change costs no more than it fetches; the rest is as in the work this descends from.
 * The **decision**, once per step. A step of decode that crosses into a new page is where the target moves, so there
-  the split jumps to it when too much is resident. Otherwise feedback decides, slowly: pages that came late although the
-  link had idle time are cured by a larger ring; a ring that is hardly used is given back. Pages that come late over a
-  link that is busy all the time are *not* cured by a larger ring, which only adds to the traffic: without that gate,
-  and without a floor one below the target, a saturated link would demote itself to nothing. After a change nothing but
-  a crossing changes anything for ``COOLDOWN`` decisions.
+  the split jumps to it when too much is resident. So does the first step of any kind that streams after one in which
+  everything had room: a long context may be there at once, loaded or forked. Otherwise feedback decides, slowly: pages
+  that came late although the link had idle time are cured by a larger ring; a ring that is hardly used is given back.
+  Pages that come late over a link that is busy all the time are *not* cured by a larger ring, which only adds to the
+  traffic: without that gate, and without a floor one below the target, a saturated link would demote itself to nothing.
+  After a change nothing but a crossing changes anything for ``COOLDOWN`` decisions.
 * The **layout**. A prefill streams the same number of pages in every layer. In decode the same total is given out
   unevenly: few *split* layers stream, evenly spread, and the others are resident as a whole, so that the copies of a
   split layer have whole layers of computation to hide behind. No split layer streams more than the ring holds, if
@@ -92,7 +93,8 @@ class _Seen:
 @frozen
 class Policy:
     """Made by ``Policy.opened``. ``layout_pages``: the pages of the last step's decode layout, 0 after any other step.
-    ``starved`` and ``spare`` count decisions in a row, ``cooldown`` those that must still pass."""
+    ``starved`` and ``spare`` count decisions in a row, ``cooldown`` those that must still pass. ``calm``: everything
+    had room in the last step."""
 
     cells: int
     layers: int
@@ -104,6 +106,7 @@ class Policy:
     spare: int = 0
     cooldown: int = 0
     heard: Feedback = field(factory=Feedback)
+    calm: bool = False
 
     @classmethod
     def opened(cls, cells: int, layers: int, ring_tenths: int = 11) -> Policy:
@@ -115,7 +118,7 @@ class Policy:
         resident = (cells - hint) // layers
         if resident * layers == cells:  # pages that stream need a cell to pass through
             resident -= 1
-        return cls(cells, layers, resident, cells - resident * layers, ring_tenths)
+        return cls(cells, layers, resident, cells - resident * layers, ring_tenths, calm=True)
 
     @property
     def ring(self) -> int:
@@ -147,12 +150,14 @@ class Policy:
         nothing is known.
         """
         if active_pages <= self.resident or active_pages * self.layers <= self.cells:
-            calm = evolve(self, layout_pages=0, starved=0, spare=0, heard=feedback or self.heard)
+            calm = evolve(self, layout_pages=0, starved=0, spare=0, heard=feedback or self.heard, calm=True)
             resident = max(active_pages, self.resident)
             return calm, Split(resident, self.cells - resident * self.layers, (resident,) * self.layers)
         layout_pages = active_pages if query_tokens <= DECODE_TOKENS_MAX else 0
-        entering = layout_pages not in (0, self.layout_pages)
-        policy = evolve(self, layout_pages=layout_pages)._decided(active_pages, entering, feedback)
+        entering = self.calm or layout_pages not in (0, self.layout_pages)
+        policy = evolve(self, layout_pages=layout_pages, calm=False)._decided(active_pages, entering, feedback)
+        if self.calm and not layout_pages:  # the context grows with every step of a prompt: the next may decide anew
+            policy = evolve(policy, cooldown=0)
         pages = policy._concentrated(active_pages) if layout_pages else (policy.resident,) * policy.layers
         return policy, Split(policy.resident, policy.ring, pages)
 

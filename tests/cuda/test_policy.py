@@ -144,6 +144,18 @@ def test_no_pressure_forgets_what_was_counted() -> None:
     assert split == Split(9, 16, (9,) * 16)
 
 
+def test_a_long_prompt_that_is_there_at_once_has_its_ring_at_once() -> None:
+    """Loaded or forked, in a new pool or after one in which everything had room; and the next step may decide anew."""
+    fresh = Policy.opened(1260, 16)
+    settled, _ = fresh.step(20, PREFILL)
+    for policy in (fresh, settled):
+        policy, split = policy.step(512, PREFILL)
+        assert (split.resident, split.ring) == (policy.target(512), 1260 - 16 * policy.target(512))
+        assert split.ring > 400 and not policy.cooldown and not policy.calm
+        policy, split = policy.step(530, PREFILL)
+        assert split.resident > policy.target(530), "after that as before, by what is heard"
+
+
 @pytest.mark.parametrize("cells", range(1, 34))
 def test_the_smallest_pools(cells: int) -> None:
     policy = Policy.opened(cells, 16)
