@@ -251,7 +251,7 @@ STEP = st.tuples(st.integers(1, 300), st.sampled_from([1, 4, PREFILL]),
 @given(POOLS, st.lists(STEP, max_size=150))
 def test_any_life_of_a_pool(pool: tuple[int, int, int], steps: list[Any]) -> None:
     """Every cell is accounted for, pages that stream have a ring to pass through, and apart from crossings into a new
-    page a decision is left alone for a while."""
+    page, and the first step that streams again, a decision is left alone for a while."""
     policy = Policy.opened(*pool)
     cells, layers, _ = pool
     samples = misses = 0
@@ -275,10 +275,13 @@ def test_any_life_of_a_pool(pool: tuple[int, int, int], steps: list[Any]) -> Non
             shares = sorted(pages for pages in streamed if pages)
             assert shares[-1] - shares[0] <= 1, "split layers share alike"
             assert shares[-1] <= split.ring or len(shares) == layers, "a share beyond the ring, and layers to spare"
-        entered = tokens != PREFILL and active != before.layout_pages
+        again = before.calm and not policy.calm
+        entered = again or (tokens != PREFILL and active != before.layout_pages)
         if policy.resident != before.resident and not entered and not policy.heard.lead:
             assert quiet >= COOLDOWN
         quiet = 0 if policy.resident != before.resident else quiet + 1
+        if again and tokens == PREFILL:
+            quiet = COOLDOWN
 
 
 @given(POOLS, st.integers(1, 300), st.lists(st.tuples(st.booleans(), st.floats(0, 1), st.floats(0, 1)), min_size=200))
