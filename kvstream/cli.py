@@ -217,6 +217,7 @@ def _target(url: str | None, config: str | None) -> tuple[str, str]:
     """The same, and the key to show it: KVSTREAM_KEY, else the token of the configuration, for its own KVStream only.
     """
     from .gateway import statusview
+    from .gateway.alive import url_of
 
     key = os.environ.get("KVSTREAM_KEY", "")
     if url is None:
@@ -224,7 +225,7 @@ def _target(url: str | None, config: str | None) -> tuple[str, str]:
             ours = _load(config, {}, {}, together=False).config
         except ConfigError as error:  # one that runs goes on with what it read before
             raise ConfigError([*error.problems, "a KVStream that runs is seen with --url nevertheless"]) from error
-        return statusview.url_of(ours.server), key or ours.auth.metrics_token
+        return url_of(ours.server), key or ours.auth.metrics_token
     statusview.check_url(url)
     return url, key
 
@@ -269,11 +270,32 @@ def status(ctx: click.Context, url: str | None, config: str | None, watch: bool,
 @main.command(short_help="Say whether a KVStream is alive and ready.")
 @url_option
 @config_option
-def health(url: str | None, config: str | None) -> None:
-    """Say whether a KVStream is alive and ready; exit 0 only when it is ready."""
+@click.option("--live", is_flag=True, help="Only whether it is alive, whatever its backend does: for a probe that "
+              "restarts what fails it.")
+def health(url: str | None, config: str | None, live: bool) -> None:
+    """Say whether a KVStream is alive and ready; exit 0 only when it is ready (with --live, alive)."""
+    if live:
+        from .gateway.alive import live_line
+
+        click.echo(live_line(url if url is not None else _live_url(config)))
+        return
     from .gateway import statusview
 
     click.echo(statusview.health_line(_url(url, config)))
+
+
+def _live_url(config: str | None) -> str:
+    """Where the KVStream of this configuration is. A file that is wrong by now does not make one that runs any less
+    alive: then the environment says, or the default."""
+    from .config import load_config
+    from .gateway.alive import url_of
+
+    try:
+        ours = _load(config, {}, {}, together=False)
+    except ConfigError as error:
+        ours = load_config(os.devnull, os.environ, {}, {}, together=False)
+        click.echo(f"kvstream: warning: looking where the environment says: {error.problems[0]}", err=True)
+    return url_of(ours.config.server)
 
 
 @main.group(invoke_without_command=True, short_help="Measure a server, alone or beside others, under load.")

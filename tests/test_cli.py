@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import socket
 import subprocess
 import sys
 import threading
@@ -20,7 +21,7 @@ from rich.console import Console
 from kvstream import __version__, cli
 from kvstream.config import KEYS_BY_PATH, Loaded, ServerConfig
 from kvstream.errors import ConfigError, EmbeddedError, PortInUseError
-from kvstream.gateway import statusview
+from kvstream.gateway import alive, statusview
 
 
 def invoke(*arguments: str, env: dict[str, str] | None = None) -> Result:
@@ -489,6 +490,53 @@ def test_the_health_of_something_else(fake: Fake) -> None:
     assert (result.exit_code, result.stderr) == (1, f"kvstream: {fake.url} answers, but that is not a KVStream.\n")
 
 
+def test_alive_is_asked_of_nothing_but_the_process(fake: Fake) -> None:
+    """/ready would ask about the backend; here nobody answers it."""
+    fake.replies["/health"] = (200, b"{}")
+    assert invoke("health", "--live", "--url", fake.url + "/").stdout == f"{fake.url}/ is alive.\n"
+    fake.replies["/health"] = (500, b"{}")
+    assert "answers 500 on /health" in invoke("health", "--live", "--url", fake.url).stderr
+    fake.replies["/health"], fake.is_kvstream = (200, b"{}"), False
+    result = invoke("health", "--live", "--url", fake.url)
+    assert result.exit_code == 1 and "that is not a KVStream" in result.stderr
+    with Fake() as closed:
+        url = closed.url
+    result = invoke("health", "--live", "--url", url)
+    assert result.exit_code == 1 and f"{url} does not answer" in result.stderr
+
+
+def test_one_that_says_nothing_is_not_alive(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(alive, "ANSWER_S_MAX", 0.1)
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        result = invoke("health", "--live", "--url", f"http://127.0.0.1:{silent.getsockname()[1]}")
+    assert result.exit_code == 1 and "does not answer: timed out" in result.stderr
+
+
+@pytest.mark.parametrize("url", ["nonsense", "ftp://h", "http://", "http://h:x", "http://[::1"])
+def test_alive_wants_a_url(url: str) -> None:
+    result = invoke("health", "--live", "--url", url)
+    assert result.exit_code == 2 and result.stderr.startswith("kvstream: --url must be a URL")
+
+
+def test_a_file_that_is_wrong_by_now_kills_nobody(fake: Fake, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    fake.replies["/health"] = (200, b"{}")
+    where = {"KVSTREAM_SERVER__PORT": str(fake.server_port), "KVSTREAM_SERVER__HOST": "0.0.0.0"}
+    assert invoke("health", "--live", env=where).exit_code == 0
+    Path("kvstream.toml").write_text("[sever]\n", "utf-8")
+    result = invoke("health", "--live", env=where)
+    assert result.exit_code == 0 and "did you mean server?" in result.stderr
+    result = invoke("health", "--live", env={**where, "KVSTREAM_SERVER__PORT": "x"})
+    assert result.exit_code == 2 and "server.port" in result.stderr
+
+
+def test_asking_whether_it_is_alive_imports_little() -> None:
+    code = ("import sys; from kvstream import cli, config_load; from kvstream.gateway import alive;"
+            "print([name for name in ('httpx', 'rich', 'trio', 'h11') if name in sys.modules])")
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == "[]\n"
+
+
 def test_the_configured_kvstream_is_looked_at(fake: Fake, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     fake.replies.update({"/health": (200, b"{}"), "/ready": (200, b"{}")})
@@ -510,7 +558,7 @@ def test_the_configured_kvstream_is_looked_at(fake: Fake, tmp_path: Path, monkey
     ("127.0.0.1", 8080, "http://127.0.0.1:8080"), ("0.0.0.0", 1, "http://127.0.0.1:1"), ("::", 2, "http://[::1]:2"),
     ("kv.example", 3, "http://kv.example:3")])
 def test_where_a_configuration_listens(host: str, port: int, url: str) -> None:
-    assert statusview.url_of(ServerConfig(host=host, port=port)) == url
+    assert alive.url_of(ServerConfig(host=host, port=port)) == url
 
 
 def test_a_port_that_nobody_knows_beforehand() -> None:

@@ -22,9 +22,9 @@ from ..adapters.advice import GIB, UNTRIED, Advice, Machine, Tried, advise
 from ..adapters.inventory import ModelRow, models_of
 from ..config import BackendConfig, BackendType, Config, Loaded
 from . import machine
+from .alive import url_of
 from .discovery import LIKELY_PORTS, LOOPBACK_NAMES, Found, Silent, discover, likely_urls
 from .selfview import advise_kvstream, backend_urls, lanes_of, snapshot_of, tried_by
-from .statusview import url_of
 
 FILES_BESIDE = 128  # as serve reckons
 MODELS_SHOWN_MAX = 8

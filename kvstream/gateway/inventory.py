@@ -11,10 +11,10 @@ from attrs import frozen
 
 from ..adapters.inventory import ModelRow, models_of
 from ..errors import BackendUnavailableError
+from .alive import url_of
 from .discovery import Found, discover
 from .doctor import HOW_TO_START, Question, look_around
 from .selfview import lanes_of, snapshot_of
-from .statusview import url_of
 
 
 @frozen

@@ -21,12 +21,11 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from ..config import ServerConfig
 from ..errors import BackendUnavailableError, ConfigError, KVStreamError
+from .alive import VERSION_HEADER
 from .statusview_inject import inject_parts
 from .statusview_lines import Labelled, labelled
 
-VERSION_HEADER = "x-kvstream-version"  # on every answer of a KVStream
 LOOK_EVERY_S = 1.0
 LOOK_TIMEOUT_S = 5.0
 MODELS_MAX = 4  # of a backend
@@ -47,14 +46,6 @@ def check_url(url: str) -> None:
         usable = False
     if not usable:
         raise ConfigError(f"--url must be a URL such as http://127.0.0.1:8080, not {url!r}")
-
-
-def url_of(server: ServerConfig) -> str:
-    """Where a KVStream with this configuration is found from its own machine."""
-    host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(server.host, server.host)
-    if server.port == 0:
-        raise ConfigError("server.port is 0, so the port is not known beforehand; give --url")
-    return f"http://{f'[{host}]' if ':' in host else host}:{server.port}"
 
 
 def open_client(url: str, key: str = "") -> httpx.Client:
