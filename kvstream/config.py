@@ -67,8 +67,8 @@ class ServerConfig:
     stream_buffer_bytes: int = key(2**20, "Most bytes kept for a client that reads slowly, per stream.", unit="bytes",
                                    low=1024)
     allowed_hosts: tuple[str, ...] = key(
-        (), "More names to accept in the Host header on a loopback address (others are refused: DNS rebinding).",
-        check=host_names)
+        (), "More names to accept in the Host header (others are refused: DNS rebinding). While empty, an address "
+            "that is not loopback accepts any.", check=host_names)
     half_close: Literal["tolerate", "disconnect"] = key(
         "tolerate", "What it means when a client shuts down its sending side: it still reads, or it is gone.")
     cors_origins: tuple[str, ...] = key(

@@ -188,8 +188,10 @@ def host_name(host: str) -> str:
 
 
 def accepted_hosts(bind: str, allowed: tuple[str, ...]) -> frozenset[str] | None:
-    """Which Host names a bind accepts: on loopback the loopback names and ``allowed``, elsewhere any."""
-    if not is_loopback(bind):
+    """Which Host names a bind accepts: the loopback names, its own and ``allowed``; None for any, which is what an
+    address that is not loopback accepts while nobody names some. One that names some is as a rule a container, whose
+    0.0.0.0 is published on the host's loopback address, where web pages are to be kept out all the same."""
+    if not is_loopback(bind) and not allowed:
         return None
     return frozenset({"localhost", "127.0.0.1", "::1", bind.lower().strip("[]"), *(host_name(h) for h in allowed)})
 

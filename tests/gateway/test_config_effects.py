@@ -319,6 +319,16 @@ async def test_names_to_accept_on_loopback(autojump_clock: Any, allowed: tuple[s
         assert (await gw.chat(headers={"host": "evil.example"})).status == 403
 
 
+@pytest.mark.parametrize(("allowed", "status"), [((), 200), (("my.box",), 403)])
+async def test_elsewhere_any_name_until_some_are_given(autojump_clock: Any, allowed: tuple[str, ...],
+                                                       status: int) -> None:
+    """As in a container, which listens on 0.0.0.0 and is published on the host's loopback address."""
+    async with front({"server.host": "0.0.0.0", "server.allowed_hosts": allowed}) as gw:
+        for host in ("my.box:8080", "localhost:8080", "127.0.0.1"):
+            assert (await gw.chat(headers={"host": host})).status == 200
+        assert (await gw.chat(headers={"host": "evil.example"})).status == status
+
+
 @effect("server.half_close")
 @pytest.mark.skipif(sys.platform != "linux", reason="elsewhere a half-close cannot be told from a close")
 @pytest.mark.parametrize(("word", "served_"), [("tolerate", True), ("disconnect", False)])
