@@ -112,11 +112,15 @@ bin *args:
 zipapp *args:
     {{python}} build/zipapp.py {{args}}
 
+# Everything that is handed out, with sums, licences and the list of parts: dist/release (--twice: and prove it reproducible)
+release *args:
+    {{python}} build/release.py {{args}}
+
 # The manual page, from the command line itself: dist/kvstream.1
 man *args:
     {{python}} build/man.py {{args}}
 
-# Exact versions and hashes for the executable and the zipapp, from this environment
+# Exact versions and hashes for the executable, the zipapp and the release, from this environment
 lock:
     {{python}} build/lock.py
 

@@ -1,6 +1,6 @@
 """``just bin``: dist/kvstream, one file with everything in it.
 
-    python build/executable.py [--work FOLDER] [--into FILE] [--without-cuda] [--glibc 2.35]
+    python build/executable.py [--work FOLDER] [--into FILE] [--without-cuda] [--glibc 2.35] [--sbom]
 
 In order: an environment from build/executable.lock, in WORK (dist/work) and kept there until the lock changes; PyCUDA
 from its source; PyInstaller's folder (kvstream.spec); the licences of what is in it; symbols stripped, each library
@@ -8,7 +8,8 @@ loaded; the glibc it needs compared with what is promised; the launcher compiled
 came of it. DESIGN.md tells why.
 
 Needs a shared Python 3.11 (Debian's, or pyenv with --enable-shared), gcc and g++, binutils, libzstd-dev, and a CUDA
-toolkit's headers or pip to fetch them. Two builds of the same checkout on the same system are the same bytes.
+toolkit's headers or pip to fetch them. Two builds of the same sources on the same system are the same bytes, wherever
+checkout and WORK lie (`just release --twice` proves it).
 """
 
 from __future__ import annotations
@@ -24,7 +25,6 @@ from pathlib import Path
 
 BUILD = Path(__file__).resolve().parent
 ROOT = BUILD.parent
-LOCK = BUILD / "executable.lock"
 GLIBC = "2.36"  # Debian 12; a release is built where 2.31 is enough (DESIGN.md)
 # No time and no chance: PyInstaller writes the one into archives, and sets of names come out in an order by the other.
 FIXED = {"SOURCE_DATE_EPOCH": "1767225600", "PYTHONHASHSEED": "1", "LC_ALL": "C.UTF-8", "TZ": "UTC"}
@@ -46,16 +46,17 @@ def run(title: str, command: list[str | Path], **more: str) -> None:
     print(f"  {time.monotonic() - began:.0f} s. {last}", flush=True)
 
 
-def environment_python(work: Path) -> Path:
-    """The Python of the build's environment, made anew when the lock or this Python is another."""
-    folder, stamp = work / "venv", work / "venv.stamp"
-    facts = hashlib.sha256(LOCK.read_bytes() + sys.version.encode() + sys.prefix.encode()).hexdigest()
+def environment_python(work: Path, name: str = "executable") -> Path:
+    """The Python of an environment with what NAME.lock lists, made anew when that or this Python is another."""
+    lock = BUILD / f"{name}.lock"
+    folder, stamp = work / f"{name}-venv", work / f"{name}-venv.stamp"
+    facts = hashlib.sha256(lock.read_bytes() + sys.version.encode() + sys.prefix.encode()).hexdigest()
     python = folder / "bin" / "python"
     if not stamp.is_file() or stamp.read_text("utf-8") != facts:
         shutil.rmtree(folder, ignore_errors=True)
         run("environment", [sys.executable, "-m", "venv", folder])
         run("packages", [python, "-m", "pip", "--disable-pip-version-check", "--no-input", "install", "--quiet",
-                         "--no-deps", "--require-hashes", "--only-binary", ":all:", "--requirement", LOCK])
+                         "--no-deps", "--require-hashes", "--only-binary", ":all:", "--requirement", lock])
         stamp.write_text(facts, "utf-8")
     return python
 
@@ -88,6 +89,7 @@ def main() -> None:
     parser.add_argument("--into", type=Path, default=ROOT / "dist" / "kvstream")
     parser.add_argument("--glibc", default=GLIBC, help="the version that the file may need at most")
     parser.add_argument("--without-cuda", action="store_true", help="leave PyCUDA out")
+    parser.add_argument("--sbom", action="store_true", help="also write WORK/sbom.json (CycloneDX)")
     given = parser.parse_args()
     work, into = given.work.resolve(), given.into.resolve()
     work.mkdir(parents=True, exist_ok=True)
@@ -96,6 +98,9 @@ def main() -> None:
     python = environment_python(work)
     cuda = "" if given.without_cuda else pycuda(python, Path(os.environ.get("KVSTREAM_CUDA_CACHE", work / "cuda")))
     folder = bundle(python, work, cuda)
+    if given.sbom:
+        cyclonedx = environment_python(work, "release").with_name("cyclonedx-py")
+        run("sbom", [python, BUILD / "sbom.py", cyclonedx, folder, work], PYTHONPATH=cuda)
     run("glibc", [python, BUILD / "floor.py", folder, "--glibc", given.glibc])
     run("launcher", [python, BUILD / "launcher" / "compile.py", work / "launcher"])
     run("pack", [python, BUILD / "pack.py", folder, work / "launcher", into])

@@ -4,6 +4,7 @@
 
 build/executable.lock: what KVStream needs, all of its extras that go into the executable, and PyInstaller.
 build/zipapp.lock: what it needs, as far as it works without compiled parts.
+build/release.lock: what writes the list of their parts, and is in neither.
 
 The versions are those of the environment that runs this, so what ships is what was tested; pip tells the hashes. Both
 lists are for Linux on x86-64 and the Python that runs this: 3.11 for a release.
@@ -29,6 +30,7 @@ PROJECT: dict[str, Any] = tomllib.loads((ROOT / "pyproject.toml").read_text("utf
 EXTRAS = PROJECT["optional-dependencies"]
 BY_SOURCE = ("tomli",)  # its wheel is compiled; the zipapp takes the source
 PYINSTALLER = "pyinstaller==6.22.3"
+CYCLONEDX = "cyclonedx-bom==7.5.0"
 BATCH = 12
 
 
@@ -81,6 +83,7 @@ def main() -> None:
     known = {line.partition(" ")[0]: line for line in lines["executable"]}
     lines["zipapp"] = {*(known[f"{name}=={version}"] for name, version in zipapp.items()),
                        *hashed(sources, "--no-deps", "--no-binary", ":all:")}
+    lines["release"] = {*hashed([CYCLONEDX], *wheels)}
     for name, found in lines.items():
         head = f"# Written by build/lock.py for Python {sys.version_info[0]}.{sys.version_info[1]}, Linux, x86-64.\n"
         (ROOT / "build" / f"{name}.lock").write_text(head + "".join(f"{line}\n" for line in sorted(found)), "utf-8")

@@ -14,29 +14,37 @@ import subprocess
 import sys
 import sysconfig
 from collections.abc import Iterator
-from importlib import metadata
 from pathlib import Path
 
+import inside
+
 ROOT = Path(__file__).resolve().parents[1]
-# In the environment, not in the bundle; PyInstaller's own licence is there for its bootloader.
-TOOLS = frozenset(("pip", "setuptools", "wheel", "altgraph", "packaging", "pyinstaller-hooks-contrib", "kvstream",
-                   "requests", "urllib3", "charset-normalizer", "pygments", "markdown-it-py", "mdurl"))
 IN_THE_LAUNCHER = {"libc.a": "glibc", "libzstd.a": "zstd"}
-SAID = ("KVStream is free software under the Apache License 2.0. With it in this file, each under its own licence:\n")
+SAID = "KVStream is free software under the Apache License 2.0:"
+WITH_IT = "With it in this file, each under its own licence:"
+# What programs and wheels have inside and do not bring the licence of.
+LICENCES = ROOT / "build" / "licences"
 
 
-# The wheel does not bring it.
-LLAMA = ("llama.cpp (in xllamacpp): MIT", (ROOT / "build" / "licences" / "llama.cpp.txt").read_text("utf-8"))
-
-
-def distributions() -> list[str]:
-    names = {found.metadata["Name"].lower().replace("_", "-") for found in metadata.distributions()}
-    return sorted(names - TOOLS)
+def head() -> str:
+    return f"{SAID}\n\n{(ROOT / 'LICENSE').read_text('utf-8').strip()}\n\n{WITH_IT}\n"
 
 
 def python_notice() -> tuple[str, str]:
-    text = (Path(sysconfig.get_path("stdlib")) / "LICENSE.txt").read_text("utf-8")
-    return f"Python {sys.version.split()[0]}: PSF-2.0", text
+    own = Path(sysconfig.get_path("stdlib")) / "LICENSE.txt"  # Debian keeps it elsewhere
+    debian = Path("/usr/share/doc") / f"python{sys.version_info[0]}.{sys.version_info[1]}" / "copyright"
+    text = (own if own.is_file() else debian).read_text("utf-8")
+    return f"Python {sys.version.split()[0]}: PSF-2.0", f"{text}\n\n{(LICENCES / 'python.txt').read_text('utf-8')}"
+
+
+def llama_notice(folder: Path) -> tuple[str, str]:
+    """*Errors*: ``LookupError`` when the library has something compiled in whose licence is not in our file."""
+    text = (LICENCES / "llama.cpp.txt").read_text("utf-8")
+    for library in (folder / "_internal" / "xllamacpp").glob("*.so"):
+        for name, _version in inside.compiled_in(library):
+            if not re.search(rf"(?<![\w-]){re.escape(name)}(?![\w-])", text):
+                raise LookupError(f"{name} is compiled into {library.name}, and build/licences/llama.cpp.txt lacks it")
+    return "llama.cpp (in xllamacpp): MIT", text
 
 
 def system_libraries(folder: Path) -> list[str]:
@@ -55,15 +63,18 @@ def package_of(library: str) -> str:
     raise LookupError(f"no package has {library}")
 
 
+def package_version(package: str) -> str:
+    return subprocess.run(["dpkg-query", "-W", "-f", "${Version}", package], capture_output=True, text=True,
+                          check=True).stdout
+
+
 def system_notices(names: list[str]) -> Iterator[tuple[str, str]]:
     by_package: dict[str, list[str]] = {}
     for name in names:
         by_package.setdefault(package_of(name), []).append(name)
-    for package, inside in sorted(by_package.items()):
-        copyright_file = Path("/usr/share/doc") / package / "copyright"
-        version = subprocess.run(["dpkg-query", "-W", "-f", "${Version}", package], capture_output=True, text=True,
-                                 check=True).stdout
-        yield f"{package} {version}: see below ({', '.join(inside)})", copyright_file.read_text("utf-8")
+    for package, files in sorted(by_package.items()):
+        text = (Path("/usr/share/doc") / package / "copyright").read_text("utf-8")
+        yield f"{package} {package_version(package)}: see below ({', '.join(files)})", text
 
 
 def main() -> None:
@@ -71,10 +82,10 @@ def main() -> None:
     from kvstream.licenses import RULE, notices
 
     folder, into = Path(sys.argv[1]), Path(sys.argv[2])
-    parts = [SAID, *(notice.whole() for notice in notices(distributions()))]
     try:
-        others = [python_notice(), LLAMA, *system_notices([*system_libraries(folder), *IN_THE_LAUNCHER])]
-    except LookupError as error:
+        parts = [head(), *(notice.whole() for notice in notices(inside.distributions(folder)))]
+        others = [python_notice(), llama_notice(folder), *system_notices([*system_libraries(folder), *IN_THE_LAUNCHER])]
+    except (LookupError, inside.Unknown) as error:
         sys.exit(f"{error}: its licence is not known")
     parts += [f"{RULE}\n{title}\n{RULE}\n\n{text.strip()}\n" for title, text in others]
     text = "\n".join(parts)

@@ -17,6 +17,7 @@ import struct
 import sys
 import tarfile
 from pathlib import Path
+from typing import Any
 
 PROGRAM = "kvstream"
 MAGIC = b"KVSTREAM-PACK-1\0"
@@ -60,13 +61,22 @@ def archive(folder: Path) -> tuple[bytes, int, int]:
     return into.getvalue(), files, size
 
 
-def compressed(raw: bytes, level: int = LEVEL) -> bytes:
+def _zstd() -> Any:
     if sys.version_info >= (3, 14):
         from compression import zstd
     else:
         from backports import zstd
+    return zstd
+
+
+def compressed(raw: bytes, level: int = LEVEL) -> bytes:
+    zstd = _zstd()
     options = {zstd.CompressionParameter.compression_level: level, zstd.CompressionParameter.checksum_flag: 1}
-    return zstd.compress(raw, options=options)
+    return bytes(zstd.compress(raw, options=options))
+
+
+def decompressed(body: bytes) -> bytes:
+    return bytes(_zstd().decompress(body))
 
 
 def pack(folder: Path, launcher: Path, file: Path, plain: bool = False, level: int = LEVEL) -> str:

@@ -24,6 +24,8 @@ import tempfile
 import zipfile
 from pathlib import Path
 
+from notices import head
+
 ROOT = Path(__file__).resolve().parents[1]
 LOCK = ROOT / "build" / "zipapp.lock"
 EPOCH = (2026, 1, 1, 0, 0, 0)
@@ -73,8 +75,7 @@ def notices(folder: Path) -> None:
             "print('\\n'.join(notice.whole() for notice in notices(names)))\n")
     done = subprocess.run([sys.executable, "-S", "-c", code, folder], capture_output=True, text=True, check=True,
                           env={name: value for name, value in os.environ.items() if name != "PYTHONPATH"})
-    said = "KVStream is free software under the Apache License 2.0. With it in this file, each under its own licence:\n"
-    (folder / "kvstream" / "notices.txt").write_text(f"{said}\n{done.stdout}", "utf-8")
+    (folder / "kvstream" / "notices.txt").write_text(f"{head()}\n{done.stdout}", "utf-8")
 
 
 def compile_all(folder: Path) -> None:

@@ -18,5 +18,9 @@ def recipe(name: str) -> ModuleType:
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
+    sys.path.insert(0, str(BUILD))  # as for a program there: they import each other
+    try:
+        spec.loader.exec_module(module)
+    finally:
+        sys.path.remove(str(BUILD))
     return module
