@@ -24,7 +24,9 @@ import click
 from . import __version__
 from .cli_bench import bench_options, kv, refuse_group_flags
 from .cli_cache import cache
-from .cli_doctor import completion, doctor, models
+from .cli_completion import VARIABLE as COMPLETE_VARIABLE
+from .cli_completion import completion
+from .cli_doctor import doctor, models
 from .cli_licenses import licenses
 from .errors import ConfigError, KVStreamError, PortInUseError
 
@@ -74,6 +76,9 @@ class PortInUseFailure(Failure):
 
 class Commands(click.Group):
     """The command group; the one place where errors become exit codes."""
+
+    def main(self, *args: Any, **options: Any) -> Any:
+        return super().main(*args, **{"complete_var": COMPLETE_VARIABLE, **options})
 
     def invoke(self, ctx: click.Context) -> Any:
         try:

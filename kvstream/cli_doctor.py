@@ -1,4 +1,4 @@
-"""``kvstream doctor``, ``kvstream models`` and ``kvstream completion``: looking around, and the shell's help.
+"""``kvstream doctor`` and ``kvstream models``: looking around.
 
 As in ``cli``, everything heavy is imported inside the functions.
 """
@@ -13,9 +13,6 @@ import click
 
 if TYPE_CHECKING:
     from .gateway.doctor import Question, Report
-
-SHELLS = ("bash", "zsh", "fish")
-COMPLETE_VARIABLE = "_KVSTREAM_COMPLETE"  # what click looks for in a program called kvstream
 
 _config_option = click.option("--config", metavar="PATH", help="TOML file instead of ./kvstream.toml.")
 
@@ -147,23 +144,3 @@ def models(url: str | None, as_json: bool, config: str | None) -> None:
         click.echo(json.dumps([attrs.asdict(group) for group in groups], indent=2))
     else:
         show_models(groups, Console(highlight=False))
-
-
-@click.command(short_help="Print the completion script for a shell.")
-@click.argument("shell", type=click.Choice(SHELLS))
-@click.pass_context
-def completion(ctx: click.Context, shell: str) -> None:
-    """Print the completion script for a shell.
-
-    \b
-    bash:  kvstream completion bash > ~/.local/share/bash-completion/completions/kvstream
-    zsh:   kvstream completion zsh > some folder of $fpath, as _kvstream
-    fish:  kvstream completion fish > ~/.config/fish/completions/kvstream.fish
-    """
-    from click.shell_completion import get_completion_class
-
-    found = get_completion_class(shell)
-    assert found is not None
-    script = found(ctx.find_root().command, {}, "kvstream", COMPLETE_VARIABLE)
-    # Not script.source(): for bash that runs bash, which need not be on the machine that prints the script.
-    click.echo(script.source_template % script.source_vars())
