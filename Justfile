@@ -131,3 +131,7 @@ smoke *args:
 # How long each form takes to start, beside python -m kvstream
 show-starts *args:
     {{python}} tests/measure/show_starts.py {{args}}
+
+# The image, built and run without an engine, a registry or a network (needs root, buildah, podman, runc, debootstrap)
+test-image *args:
+    {{python}} build/container/try_image.py {{args}}
