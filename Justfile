@@ -135,3 +135,7 @@ show-starts *args:
 # The image, built and run without an engine, a registry or a network (needs root, buildah, podman, runc, debootstrap)
 test-image *args:
     {{python}} build/container/try_image.py {{args}}
+
+# The Grafana dashboard anew, after a change to build/container/dashboard.py
+dashboard:
+    {{python}} build/container/dashboard.py
