@@ -76,7 +76,10 @@ _OPTIONS = (
                  help="Ask the runtime to make answers as long as asked."),
     click.option("--json", "json_file", metavar="FILE", type=OUT, help="Everything, as JSON."),
     click.option("--csv", "csv_file", metavar="FILE", type=OUT, help="A row per request."),
-    click.option("--plot", metavar="FILE.png", type=OUT, help="Distributions; needs the extra `plots`."),
+    click.option("--report", "report_file", metavar="FILE.html", type=OUT,
+                 help="A page for a browser: verdict, pictures, tables. It fetches nothing."),
+    click.option("--plot", metavar="FILE.svg", type=OUT,
+                 help="The pictures alone; as .png or .pdf too, where matplotlib is (the extra `plots`)."),
 )
 
 
@@ -92,18 +95,21 @@ def run(url: str, given: dict[str, Any]) -> int:
 def options_of(url: str, given: dict[str, Any]) -> Options:
     """*Errors*: ConfigError for flags that do not go together."""
     from .bench.main import Options
+    from .bench.plots import check_plot, check_report
     from .bench.slo import Slo, parse_slo
 
     labels = (given["label"], *given["compare_label"])
     if len(given["compare_label"]) > len(given["compare"]):
         raise ConfigError("there are more --compare-label than --compare")
-    plot = given["plot"]
-    if plot is not None and plot.suffix.lower() not in (".png", ".svg", ".pdf"):
-        raise ConfigError(f"--plot writes .png, .svg or .pdf, not {plot.name!r}")
+    if given["plot"] is not None:
+        check_plot(given["plot"])
+    if given["report_file"] is not None:
+        check_report(given["report_file"])
     return Options(
         urls=(url, *given["compare"]), labels=labels, load=load_of(given), model=given["model"],
         slo=parse_slo(given["slo"]) if given["slo"] else Slo(), api_key=given["api_key"],
-        json=given["json_file"], csv=given["csv_file"], plot=plot)
+        json=given["json_file"], csv=given["csv_file"], plot=given["plot"],
+        report=given["report_file"])
 
 
 def load_of(given: dict[str, Any]) -> Load:
@@ -183,9 +189,9 @@ def kv(ctx: click.Context, /, **given: Any) -> None:
 
     How fast a context is decoded whose KV is larger than the device memory left for it. Measured on this machine's GPU
     with kvstream/cuda, or, with --simulate, its policy and transfers in virtual time with a card's constants; every
-    row says which. Writes results.csv, results.jsonl and kv-stream-sweep.png and .svg (with the extra `plots`) after
-    every point; the same --output again goes on where it stopped. Exit codes: 0 done; 1 a context did not fit or
-    failed on the GPU; 2 wrong options, or no GPU; 130 stopped by Ctrl-C, which leaves what there is.
+    row says which. Writes results.csv, results.jsonl, kv-stream-sweep.svg and .html after every point, and at the end
+    a .png where matplotlib is; the same --output again goes on where it stopped. Exit codes: 0 done; 1 a context did
+    not fit or failed on the GPU; 2 wrong options, or no GPU; 130 stopped by Ctrl-C, which leaves what there is.
     """
     if given["simulate"] is not None:
         for name in ("pool_step_mib", "reserve_mib", "other_ms", "full_prefill"):
@@ -216,8 +222,7 @@ def sweep_of(given: dict[str, Any]) -> Sweep:
             raise
         from .parts import to_add
 
-        usual = "pip install '.[plots]' (kvstream[plots]) brings it, and the pictures"
-        raise ConfigError(f"bench kv needs numpy: {to_add('numpy', usual)}") from error
+        raise ConfigError(f"bench kv needs numpy: {to_add('numpy')}") from error
 
     model = model_of(given["model_geometry"])
     other_ms, other_prefill_ms = other_ms_of(given["other_ms"], model, given["ubatch_size"])

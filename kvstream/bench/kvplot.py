@@ -1,57 +1,34 @@
-"""A sweep as a picture, with what was published beside it."""
+"""A sweep as a picture, with what was published beside it, and as a page."""
 
 from __future__ import annotations
 
-import io
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
 
-from ..parts import to_add
+from . import raster
+from .chart import BLUE, GREEN, GREY, ORANGE, PINK, RED, Axis, Band, Diamonds, Line, Mark, Panel, Picture, linear
 from .kvfiles import replace
-from .kvpoint import SIMULATED, Point, Setup
-from .plots import COLOURS, HINT
+from .kvpoint import BASELINES, SIMULATED, Point, Setup
+from .page import Page, html_of
+from .sheet import Sheet
+from .svg import picture_svg
 
-PICTURES = ("kv-stream-sweep.png", "kv-stream-sweep.svg")
-BLUE, RED, GREEN, PINK, ORANGE, SKY = COLOURS
+PICTURE, PAGE, RASTER = "kv-stream-sweep.svg", "kv-stream-sweep.html", "kv-stream-sweep.png"
 K = 1024
+NOTES = (
+    "Prompt and decode: tokens. Resident, ring: pages per layer that stay on the device, and cells through which the "
+    "others come. MiB/token: copied to the device for each decoded token. Compute, copy: kernels and copies of an "
+    "average decoded token; exposed: what the token takes beyond its kernels; overlap: the share of the copies that is "
+    "hidden.",)
 
 
-def lacking() -> str | None:
-    """What to tell when no pictures can be drawn; None: they can."""
-    try:
-        import matplotlib  # noqa: F401
-    except ImportError:
-        return f"no pictures without matplotlib: {to_add('matplotlib', HINT)}"
-    return None
-
-
-def write_pictures(folder: Path, points: Sequence[Point], setup: Setup) -> None:
-    """*Errors*: ImportError without matplotlib: see ``lacking``."""
-    import matplotlib
-    from matplotlib.figure import Figure
-
-    with matplotlib.rc_context({"svg.hashsalt": "kvstream"}):
-        figure = Figure(figsize=(12, 11), layout="constrained")
-        axes: Any = figure.subplots(3, 2)
-        contexts = [point.prompt_tokens / K for point in points]
-        _decode(axes[0][0], contexts, points)
-        _prefill(axes[0][1], contexts, points)
-        _times(axes[1][0], contexts, points)
-        _entries(axes[1][1], contexts, points)
-        _pool(axes[2][0], contexts, points)
-        _split(axes[2][1], contexts, points)
-        for one in axes.flat:
-            one.set(xlabel="prompt (1,024 tokens)", xlim=(0, max(contexts) * 1.03))
-            one.set_ylim(bottom=0)
-            one.grid(alpha=0.3)
-            one.legend(fontsize=8)
-        figure.suptitle(title(setup, points[0].device, points[0].source), fontsize=11, wrap=True)
-        for name in PICTURES:
-            out = io.BytesIO()
-            kind = name.rpartition(".")[2]
-            figure.savefig(out, format=kind, dpi=180, metadata={"Date": None} if kind == "svg" else None)
-            replace(folder / name, out.getvalue())
+def write_pictures(folder: Path, points: Sequence[Point], setup: Setup, finished: bool) -> None:
+    """There must be a point. The PNG only of a sweep that is finished, as it takes seconds, and where matplotlib is."""
+    picture = picture_of(points, setup)
+    replace(folder / PICTURE, picture_svg(picture).encode())
+    replace(folder / PAGE, html_of(page_of(picture, points, setup)).encode())
+    if finished and raster.available():
+        replace(folder / RASTER, raster.raster(picture, ".png"))
 
 
 def title(setup: Setup, device: str, source: str) -> str:
@@ -63,64 +40,119 @@ def title(setup: Setup, device: str, source: str) -> str:
     return f"KV streaming, {source.upper()} on {device}: {model}{alone}"
 
 
-def _line(axes: Any, contexts: Sequence[float], points: Sequence[Point], name: str, words: str, **style: Any) -> None:
-    """Points that have no such figure are left out, and a line without points too."""
-    known = [(context, value) for context, point in zip(contexts, points, strict=True)
-             if (value := getattr(point, name)) is not None]
-    if known:
-        axes.plot(*zip(*known, strict=True), **{"marker": ".", "label": words, **style})
+def picture_of(points: Sequence[Point], setup: Setup) -> Picture:
+    contexts = linear("prompt (1,024 tokens)", (point.prompt_tokens / K for point in points), binary=True)
+    panels = (_decode, _prefill, _times, _entries, _pool, _split)
+    return Picture(title(setup, points[0].device, points[0].source), tuple(panel(contexts, points) for panel in panels))
 
 
-def _dots(axes: Any, points: Sequence[Point], name: str) -> None:
-    known = [(point.prompt_tokens / K, value) for point in points if (value := getattr(point, name)) is not None]
-    if known:
-        axes.plot(*zip(*known, strict=True), "D", color=RED, markersize=5, label="published, of the original")
+def _line(points: Sequence[Point], name: str, words: str, colour: int | None, *, dashed: bool = False,
+          thin: bool = False, dots: bool = True) -> Line:
+    """Points that have no such figure are left out."""
+    return Line(words, _known(points, name), colour, dashed=dashed, thin=thin, dots=dots)
 
 
-def _decode(axes: Any, contexts: Sequence[float], points: Sequence[Point]) -> None:
-    _line(axes, contexts, points, "baseline_decode_tps", "if everything were resident", color="grey", linestyle="--",
-          marker="")
-    for name, words, colour in (
-            ("all_resident_decode_tps", "all resident", GREEN), ("host_only_decode_tps", "no page resident", ORANGE),
-            ("managed_decode_tps", "managed memory", PINK)):
-        _line(axes, contexts, points, name, words, color=colour, linewidth=1)
-    _line(axes, contexts, points, "decode_tps", points[0].source, color=BLUE)
-    _dots(axes, points, "published_decode_tps")
-    axes.set(ylabel="decode (tokens/s)")
+def _known(points: Sequence[Point], name: str) -> tuple[tuple[float, float], ...]:
+    return tuple((point.prompt_tokens / K, value) for point in points if (value := getattr(point, name)) is not None)
 
 
-def _prefill(axes: Any, contexts: Sequence[float], points: Sequence[Point]) -> None:
-    _line(axes, contexts, points, "prefill_tps", points[0].source, color=BLUE)
-    _dots(axes, points, "published_prefill_tps")
-    axes.set(ylabel="prefill (tokens/s)")
+def _panel(words: str, x: Axis, unit: str, *marks: Mark) -> Panel:
+    values = [value for mark in marks if isinstance(mark, Line | Diamonds) for _, value in mark.points]
+    return Panel(words, x, linear(unit, values), marks)
 
 
-def _times(axes: Any, contexts: Sequence[float], points: Sequence[Point]) -> None:
-    _line(axes, contexts, points, "compute_ms", "computation", color=GREEN)
-    _line(axes, contexts, points, "copy_ms", "copies", color=ORANGE)
-    token = [point.predicted_ms / point.decode_tokens for point in points]
-    axes.plot(contexts, token, color=BLUE, label="token")
-    axes.fill_between(contexts, [point.compute_ms for point in points], token, color=RED, alpha=0.3,
-                      label="exposed copies" if points[0].source == SIMULATED else "beyond it: copies, host")
-    axes.set(ylabel="decode (ms per token)")
+def _published(points: Sequence[Point], name: str) -> Diamonds:
+    return Diamonds("published, of the original", _known(points, name), RED)
 
 
-def _entries(axes: Any, contexts: Sequence[float], points: Sequence[Point]) -> None:
-    token = [point.predicted_ms / point.decode_tokens for point in points]
-    axes.plot(contexts, token, color=BLUE, label="average token")
-    _line(axes, contexts, points, "page_entry_ms", "token that enters a new page", color=GREEN, linestyle="--")
-    _line(axes, contexts, points, "page_entry_reload_ms", "the same if a new split reloaded the pool", color=RED)
-    axes.set(ylabel="decode (ms per token)")
+def _decode(x: Axis, points: Sequence[Point]) -> Panel:
+    return _panel(
+        "Decode", x, "tokens/s",
+        _line(points, "baseline_decode_tps", "if everything were resident", GREY, dashed=True, dots=False),
+        _line(points, "all_resident_decode_tps", "all resident", GREEN, thin=True),
+        _line(points, "host_only_decode_tps", "no page resident", ORANGE, thin=True),
+        _line(points, "managed_decode_tps", "managed memory", PINK, thin=True),
+        _line(points, "decode_tps", points[0].source, BLUE), _published(points, "published_decode_tps"))
 
 
-def _pool(axes: Any, contexts: Sequence[float], points: Sequence[Point]) -> None:
-    _line(axes, contexts, points, "pool_mib", "pool", color=BLUE)
-    _line(axes, contexts, points, "h2d_mib_per_token", "copied to the device per token", color=ORANGE)
-    axes.set(ylabel="MiB")
+def _prefill(x: Axis, points: Sequence[Point]) -> Panel:
+    return _panel("Prefill", x, "tokens/s", _line(points, "prefill_tps", points[0].source, BLUE),
+                  _published(points, "published_prefill_tps"))
 
 
-def _split(axes: Any, contexts: Sequence[float], points: Sequence[Point]) -> None:
-    _line(axes, contexts, points, "stream_max_active_pages", "pages per layer", color="grey", linestyle="--", marker="")
-    _line(axes, contexts, points, "stream_min_resident_pages", "resident per layer", color=BLUE)
-    _line(axes, contexts, points, "stream_max_ring_slots", "cells of the ring", color=ORANGE)
-    axes.set(ylabel="pages")
+def _times(x: Axis, points: Sequence[Point]) -> Panel:
+    beyond = "exposed copies" if points[0].source == SIMULATED else "beyond it: copies, host"
+    return _panel(
+        "A decoded token", x, "ms per token",
+        Band(beyond, tuple((point.prompt_tokens / K, point.compute_ms, point.token_ms) for point in points), RED),
+        _line(points, "compute_ms", "computation", GREEN), _line(points, "copy_ms", "copies", ORANGE),
+        _line(points, "token_ms", "token", BLUE, dots=False))
+
+
+def _entries(x: Axis, points: Sequence[Point]) -> Panel:
+    return _panel(
+        "The token that enters a new page", x, "ms per token",
+        _line(points, "token_ms", "average token", BLUE, dots=False),
+        _line(points, "page_entry_ms", "token that enters a new page", GREEN, dashed=True),
+        _line(points, "page_entry_reload_ms", "the same if a new split reloaded the pool", RED))
+
+
+def _pool(x: Axis, points: Sequence[Point]) -> Panel:
+    return _panel("Memory and copies", x, "MiB", _line(points, "pool_mib", "pool", BLUE),
+                  _line(points, "h2d_mib_per_token", "copied to the device per token", ORANGE))
+
+
+def _split(x: Axis, points: Sequence[Point]) -> Panel:
+    return _panel(
+        "How the pool is divided", x, "pages",
+        _line(points, "stream_max_active_pages", "pages per layer", GREY, dashed=True, dots=False),
+        _line(points, "stream_min_resident_pages", "resident per layer", BLUE),
+        _line(points, "stream_max_ring_slots", "cells of the ring", ORANGE))
+
+
+# --- the table and the page -------------------------------------------------------------------------------------------
+
+
+def sheet_of(points: Sequence[Point], setup: Setup) -> Sheet:
+    """Columns of what there can be: baselines that were asked for, and what was published if there is any of it."""
+    baselines = [name for name in BASELINES if name in setup.baselines]
+    figures: list[tuple[str, Callable[[Point], str]]] = [
+        ("prompt", lambda point: f"{point.prompt_tokens:,}"), ("pool MiB", lambda point: f"{point.pool_mib:,}"),
+        ("resident", lambda point: str(point.stream_min_resident_pages)),
+        ("ring", lambda point: str(point.stream_max_ring_slots)),
+        ("MiB/token", lambda point: f"{point.h2d_mib_per_token:,.1f}"),
+        ("compute ms", lambda point: f"{point.compute_ms:.2f}"), ("copy ms", lambda point: f"{point.copy_ms:.2f}"),
+        ("exposed", lambda point: f"{point.exposed_ms:.2f}"), ("overlap", lambda point: f"{point.overlap_pct:.0f}%"),
+        ("prefill/s", lambda point: f"{point.prefill_tps:,.0f}"),
+        ("decode/s", lambda point: f"{point.decode_tps:.2f}"),
+        *((name, _baseline(name)) for name in baselines)]
+    if any(point.published_decode_tps is not None for point in points):
+        figures += [("bound", lambda point: f"{point.predicted_decode_tps:.2f}"),
+                    ("published", lambda point: _figure(point.published_decode_tps)), ("ratio", _ratio)]
+    sheet = Sheet("Contexts", tuple(name for name, _ in figures), left=0)
+    for point in points:
+        sheet.add(*(words(point) for _, words in figures))
+    return sheet
+
+
+def _baseline(name: str) -> Callable[[Point], str]:
+    return lambda point: _figure(getattr(point, name.replace("-", "_") + "_decode_tps"))
+
+
+def _ratio(point: Point) -> str:
+    theirs = point.published_decode_tps
+    return "" if theirs is None else f"{point.decode_tps / theirs:.3f}"
+
+
+def _figure(value: float | None) -> str:
+    return "" if value is None else f"{value:.2f}"
+
+
+def page_of(picture: Picture, points: Sequence[Point], setup: Setup) -> Page:
+    said = dict.fromkeys(point.notes for point in points if point.notes)
+    last = points[-1]
+    return Page(
+        title="kvstream bench kv",
+        lead=(picture.title, f"At {last.prompt_tokens:,} tokens: {last.decode_tps:.2f} tokens/s decoded, "
+              f"{last.prefill_tps:,.0f} tokens/s of the prompt, through a pool of {last.pool_mib:,} MiB."),
+        warnings=(), picture=picture, sheets=(sheet_of(points, setup),), conditions=tuple(said), notes=NOTES)

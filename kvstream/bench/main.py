@@ -23,6 +23,7 @@ from .prompts import Lengths
 from .record import Run
 from .result import Result, result_of
 from .runner import Watch, run_load, warm_up
+from .sheet import printable
 from .slo import Slo
 from .target import Target, describe, learn_lengths
 
@@ -41,6 +42,7 @@ class Options:
     json: Path | None = None
     csv: Path | None = None
     plot: Path | None = None
+    report: Path | None = None
 
 
 class TalkingWatch(Watch, Protocol):
@@ -55,20 +57,21 @@ def run_bench(options: Options) -> int:
 
     for url in options.urls:
         check_url(url)
-    if options.plot is not None:
-        plots.check_available()
-    for file in (options.json, options.csv, options.plot):
+    for file in (options.json, options.csv, options.plot, options.report):
         if file is not None and not file.resolve().parent.is_dir():
             raise ConfigError(f"there is no folder {file.resolve().parent} to write {file.name} to")
     with open_watch() as watch:
         result = trio.run(_measure, options, watch)
     report.show(result)
+    about = files.conditions()
     if options.json is not None:
-        files.write_json(result, options.json)
+        files.write_json(result, options.json, about)
     if options.csv is not None:
         files.write_csv(result, options.csv)
     if options.plot is not None:
         plots.write_plot(result, options.plot)
+    if options.report is not None:
+        plots.write_report(result, about, options.report)
     return result.exit_code
 
 
@@ -146,7 +149,7 @@ async def _warm_up(target: Target, load: Load, watch: TalkingWatch) -> None:
     if "context" in (last.message or "").lower():  # the prompt is too long: ignore_eos is not to blame
         hint = ""
     raise BackendUnavailableError(f"{target.url} served no warm-up request: {last.error}, "
-                                  f"{report.printable(last.message or '')}{hint}")
+                                  f"{printable(last.message or '')}{hint}")
 
 
 def _share_lengths(targets: list[Target]) -> list[Target]:

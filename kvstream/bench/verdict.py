@@ -50,6 +50,11 @@ class Ratio:
         """All rounds say the same; one round alone says nothing about spread."""
         return self.rounds > 1 and (self.low > 1 + CLEAR or self.high < 1 - CLEAR)
 
+    @property
+    def good(self) -> bool:
+        """The other is the better one, if there is a difference."""
+        return (self.median > 1) == (self.better == "higher")
+
 
 @frozen
 class Comparison:

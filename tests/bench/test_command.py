@@ -43,8 +43,8 @@ async def bench(*arguments: str, folder: Path) -> subprocess.CompletedProcess[by
 async def test_a_run_over_real_sockets(tmp_path: Path) -> None:
     async with open_runtime(decode_rate=200) as runtime, open_server(runtime) as server:
         runtime.script(Script(first_byte_after=0.3, itl=0.02), times=None)
-        done = await bench("--url", server.base_url, *SMALL, "--json=r.json", "--csv=r.csv", "--plot=r.png",
-                           folder=tmp_path)
+        done = await bench("--url", server.base_url, *SMALL, "--json=r.json", "--csv=r.csv", "--plot=r.svg",
+                           "--report=r.html", folder=tmp_path)
     assert done.returncode == 0, done.stderr
     value = json.loads((tmp_path / "r.json").read_text("utf-8"))
     jsonschema.validate(value, json.loads(SCHEMA_FILE.read_text("utf-8")))
@@ -54,7 +54,9 @@ async def test_a_run_over_real_sockets(tmp_path: Path) -> None:
     # The fake keeps its pace; what a loaded machine adds has no bound, what it takes away has.
     assert 0.295 < whole["latencies"]["ttft"]["p50"] < 10 and whole["latencies"]["tpot"]["p50"] > 0.019
     assert len((tmp_path / "r.csv").read_text("utf-8").splitlines()) == 13
-    assert (tmp_path / "r.png").stat().st_size > 1000
+    assert "12 of 12 served" in (tmp_path / "r.svg").read_text("utf-8")
+    page = (tmp_path / "r.html").read_text("utf-8")
+    assert "12 of 12 requests" in page and value["when"] in page and value["machine"]["system"] in page
     assert b"12 of 12 requests" in done.stdout and b"warming up" in done.stderr
 
 
@@ -143,13 +145,13 @@ def test_all_flags(ran: Ran) -> None:
         "--model=m", "--api-key=k", "--concurrency=3", "--total-requests=9", "--duration=7", "--shared-prefix=0.8",
         "--turns=4", "--turn-len=11", "--rate=2.5", "--arrivals=constant", "--slo=ttft:2s,tpot:80ms", "--warmup=2",
         "--seed=4", "--timeout=9", "--rounds=2", "--no-ignore-eos", "--mix=s:1:2:3", "--json=j", "--csv=c",
-        "--plot=p.png")
+        "--plot=p.svg", "--report=r.html")
     assert result.exit_code == 0, result.output
     options = ran.options[0]
     load = options.load
     assert options.urls == ("http://a:1", "http://b:2/v1", "http://c:3") and options.labels == ("x", "y")
-    assert (options.model, options.api_key, options.json, options.csv, options.plot) == (
-        "m", "k", Path("j"), Path("c"), Path("p.png"))
+    assert (options.model, options.api_key, options.json, options.csv, options.plot, options.report) == (
+        "m", "k", Path("j"), Path("c"), Path("p.svg"), Path("r.html"))
     assert (load.concurrency, load.requests, load.duration_s, load.shared_prefix, load.turns, load.turn_tokens) == (
         3, 9, 7.0, 0.8, 4, 11)
     assert (load.rate, load.arrivals, load.warmup, load.seed, load.timeout_s, load.rounds, load.ignore_eos) == (
@@ -172,7 +174,9 @@ def test_defaults_that_depend_on_others(ran: Ran) -> None:
     (("--slo=fast",), "--slo"),
     (("--route=completions", "--turns=2"), "--turns needs chat"),
     (("--compare-label=x",), "more --compare-label than --compare"),
-    (("--plot=x.gif",), "--plot writes"),
+    (("--plot=x.gif",), "--plot writes .svg, .png or .pdf"),
+    (("--plot=x.html",), "--report writes pages"),
+    (("--report=x.pdf",), "--report writes .html"),
     (("--shared-prefix=1.5",), "--shared-prefix"),
     (("--rate=0",), "--rate"),
     (("--concurrency=0",), "--concurrency"),

@@ -38,7 +38,7 @@ QUIET: Any = lambda *told: None  # noqa: E731
 def drawn(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """How many points each picture had, instead of pictures."""
     drawn: list[int] = []
-    monkeypatch.setattr(kvplot, "write_pictures", lambda folder, points, setup: drawn.append(len(points)))
+    monkeypatch.setattr(kvplot, "write_pictures", lambda folder, points, *_, **__: drawn.append(len(points)))
     return drawn
 
 

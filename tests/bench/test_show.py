@@ -14,6 +14,7 @@ import pytest
 import trio
 from rich.console import Console
 
+from kvstream import parts
 from kvstream.bench import plots
 from kvstream.bench.files import COLUMNS, SCHEMA_FILE, as_json, write_csv, write_json
 from kvstream.bench.plan import Kind
@@ -144,10 +145,19 @@ async def test_a_picture_of_nothing(tmp_path: Path, autojump_clock: trio.abc.Clo
     plots.write_plot(result, tmp_path / "r.png")
 
 
-def test_without_matplotlib_it_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("form", "words"), [
+    ("source", "pip install '.[plots]' (kvstream[plots])"),
+    ("zipapp", "-m pip install matplotlib` adds it to the Python"),
+    ("executable", "the executable does not have it; a KVStream that pip has installed can")])
+def test_without_matplotlib_a_png_says_what_to_do(monkeypatch: pytest.MonkeyPatch, form: str, words: str) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib", None)
-    with pytest.raises(ConfigError, match=r"pip install \x27\.\[plots\]\x27"):
-        plots.check_available()
+    monkeypatch.setattr(parts, "form", lambda: form)
+    with pytest.raises(ConfigError) as refused:
+        plots.check_plot(Path("r.png"))
+    assert words in str(refused.value) and "--plot r.png needs matplotlib" in str(refused.value)
+    assert "A file that ends in .svg needs nothing" in str(refused.value)
+    plots.check_plot(Path("r.svg"))
+    plots.check_report(Path("r.html"))
 
 
 async def test_progress_on_a_terminal_and_elsewhere(autojump_clock: trio.abc.Clock) -> None:

@@ -91,6 +91,31 @@ def test_a_stream_is_served_without_them(backend: str, tmp_path: Path) -> None:
     assert missed(log.read_text("utf-8")) == set()
 
 
+def test_the_bench_draws_without_them(backend: str, tmp_path: Path) -> None:
+    """Pictures and pages need no matplotlib; who wants a PNG is told before anything is measured."""
+    few = ("--total-requests=4", "--concurrency=2", "--prompt-len=8", "--output-len=4")
+    deadline = time.monotonic() + WAIT_S
+    while (done := bench(tmp_path, "--url", backend, *few, "--plot=r.svg", "--report=r.html")).returncode == 1:
+        assert "nothing answers" in done.stderr and time.monotonic() < deadline, done  # the backend is not up yet
+    assert done.returncode == 0, done
+    swept = bench(tmp_path, "kv", "--simulate=h200", "--model-geometry=smollm2-135m", "--max-context=2K",
+                  "--min-context=1K", "--step=1K", "--decode-tokens=4", "--pool-mib=64", "--output=out")
+    assert swept.returncode == 0, swept
+    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == [
+        "kv-stream-sweep.html", "kv-stream-sweep.svg", "results.csv", "results.jsonl"]
+    for file in ("r.svg", "r.html", "out/kv-stream-sweep.svg", "out/kv-stream-sweep.html"):
+        assert "</svg>" in (tmp_path / file).read_text("utf-8"), file
+    refused = bench(tmp_path, "--url", backend, *few, "--plot=r.png")
+    assert refused.returncode == 2 and "--plot r.png needs matplotlib" in refused.stderr, refused
+    for one in (done, swept, refused):
+        assert missed(one.stdout + one.stderr) == set()
+
+
+def bench(folder: Path, *args: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(command("bench", *args), env=environment({}), cwd=folder, capture_output=True, text=True,
+                          timeout=WAIT_S)
+
+
 def test_looking_around_works_without_them(tmp_path: Path) -> None:
     for args in (("doctor",), ("check-config",), ("serve", "--help"), ("licenses", "--short")):
         done = subprocess.run(command(*args), env=environment({}), cwd=tmp_path, capture_output=True, text=True,
