@@ -1,8 +1,8 @@
 """A folder and a launcher become one file. The same folder gives the same bytes, wherever and whenever.
 
-    python build/pack.py FOLDER LAUNCHER FILE [--plain]
+    python build/pack.py FOLDER LAUNCHER FILE [--plain] [--glibc 2.31]
 
-The file is the launcher, the archive, and 128 bytes of footer; launcher/launcher.c reads the same layout. The archive
+The file is the launcher, the archive, and 136 bytes of footer; launcher/launcher.c reads the same layout. The archive
 is a ustar of the folder, sorted, without owners and times, compressed by zstd with its checksum (``--plain``: not at
 all, for launchers that were built without zstd). Its name in the cache is the hash of the uncompressed archive: it
 changes when the contents do, and only then.
@@ -20,8 +20,8 @@ from pathlib import Path
 from typing import Any
 
 PROGRAM = "kvstream"
-MAGIC = b"KVSTREAM-PACK-1\0"
-FOOTER = struct.Struct("<6Q64s16s")
+MAGIC = b"KVSTREAM-PACK-2\0"
+FOOTER = struct.Struct("<7Q64s16s")
 LEVEL = 19
 NAME_BYTES_MAX = 250
 
@@ -79,12 +79,13 @@ def decompressed(body: bytes) -> bytes:
     return bytes(_zstd().decompress(body))
 
 
-def pack(folder: Path, launcher: Path, file: Path, plain: bool = False, level: int = LEVEL) -> str:
-    """Writes the file; its hash is returned. *Errors*: ``Unpackable``."""
+def pack(folder: Path, launcher: Path, file: Path, plain: bool = False, level: int = LEVEL, glibc: int = 0) -> str:
+    """Writes the file; its hash is returned. ``glibc``: the N of the 2.N without which the launcher refuses to unpack
+    it, or 0 where that is not known. *Errors*: ``Unpackable``."""
     raw, files, size = archive(folder)
     head, body = launcher.read_bytes(), raw if plain else compressed(raw, level)
     digest = hashlib.sha256(raw).hexdigest()
-    footer = FOOTER.pack(len(head), len(body), len(raw), files, size, not plain, digest.encode(), MAGIC)
+    footer = FOOTER.pack(len(head), len(body), len(raw), files, size, not plain, glibc, digest.encode(), MAGIC)
     file.write_bytes(head + body + footer)
     file.chmod(0o755)
     return digest
@@ -96,9 +97,10 @@ def main() -> None:
     parser.add_argument("launcher", type=Path)
     parser.add_argument("file", type=Path)
     parser.add_argument("--plain", action="store_true")
+    parser.add_argument("--glibc", default="2.0", help="without this version the launcher refuses to unpack it")
     given = parser.parse_args()
     try:
-        digest = pack(given.folder, given.launcher, given.file, given.plain)
+        digest = pack(given.folder, given.launcher, given.file, given.plain, glibc=int(given.glibc.split(".")[1]))
     except Unpackable as error:
         sys.exit(str(error))
     print(f"{given.file}: {given.file.stat().st_size / 1e6:.1f} MB, {digest[:32]}")

@@ -14,7 +14,7 @@ import sys
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
-SOURCES = (HERE / "launcher.c", HERE / "archive.c")
+SOURCES = (HERE / "launcher.c", HERE / "archive.c", HERE / "glibc.c")
 # No build id and no paths: two builds are the same file.
 FLAGS = ("-std=c11", "-O2", "-Wall", "-Wextra", "-Werror", "-static", "-s", "-Wl,--build-id=none",
          f"-ffile-prefix-map={HERE}=.")

@@ -34,6 +34,7 @@
 #include <unistd.h>
 
 #include "archive.h"
+#include "glibc.h"
 
 /* The tests compile these to other values. */
 #ifndef SELF_EXE
@@ -47,13 +48,13 @@
 #endif
 
 #define PROGRAM "kvstream"
-#define MAGIC "KVSTREAM-PACK-1"
+#define MAGIC "KVSTREAM-PACK-2"
 #define HASH 32             /* hexadecimal digits in a folder's name */
 #define BASES_MAX 8
 #define EXIT_HERE 126
 
-struct footer {             /* the last 128 bytes of the file, little-endian */
-    uint64_t offset, length, raw, files, bytes, zstd;
+struct footer {             /* the last 136 bytes of the file, little-endian; glibc is the N of the 2.N it needs, or 0 */
+    uint64_t offset, length, raw, files, bytes, zstd, glibc;
     char hash[64], magic[16];
 };
 
@@ -125,6 +126,14 @@ static void open_self(int kernel_knows) {
         || footer.offset + footer.length + sizeof footer != size)
         end("%s is not whole: %zu bytes are there and its end is missing. Download it again.", file_path, size);
     memcpy(hash, footer.hash, HASH);
+}
+
+static void check_glibc(void) {
+    unsigned here = 0;
+    const char *place = footer.glibc == 0 ? NULL : glibc_too_old((unsigned)footer.glibc, &here);
+    if (place != NULL)
+        end("this file needs glibc 2.%u or newer, and this system has 2.%u (%s). kvstream.pyz runs with any glibc, on "
+            "Python 3.11 or newer.", (unsigned)footer.glibc, here, place);
 }
 
 /* --- folders --------------------------------------------------------------------------------------------------- */
@@ -358,6 +367,7 @@ int main(int argc, char **argv) {
     int fd, kernel_knows = find_self();
     (void)argc;
     open_self(kernel_knows);
+    check_glibc();
     int count = bases_here(bases);
     for (int n = 0; n < count; n++) {
         if (open_base(&bases[n], 0) == 0 && (fd = enter(&bases[n])) >= 0)

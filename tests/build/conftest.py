@@ -102,10 +102,11 @@ Make = Callable[..., OneFile]
 
 @pytest.fixture
 def make(launchers: Launchers, tmp_path: Path) -> Iterator[Make]:
-    """``make(launcher=..., extra=...)``: a small folder, packed. ``extra`` makes its contents other ones."""
+    """``make(launcher=..., extra=...)``: a small folder, packed. ``extra`` makes its contents other ones, ``glibc`` is
+    what it needs."""
     launchers.shared.mkdir()
 
-    def one(launcher: Path | None = None, extra: bytes = b"", name: str = "kvstream") -> OneFile:
+    def one(launcher: Path | None = None, extra: bytes = b"", name: str = "kvstream", glibc: int = 0) -> OneFile:
         folder = tmp_path / f"tree-{name}"
         (folder / "_internal" / "deep").mkdir(parents=True)
         (folder / "kvstream").write_bytes(launchers.program.read_bytes())
@@ -114,7 +115,8 @@ def make(launchers: Launchers, tmp_path: Path) -> Iterator[Make]:
         (folder / "_internal" / "empty").write_bytes(b"")
         (folder / "_internal" / "link").symlink_to("deep/data")
         file = tmp_path / name
-        digest = recipe("pack").pack(folder, launcher or launchers.compiled(), file, launchers.plain, level=1)
+        digest = recipe("pack").pack(folder, launcher or launchers.compiled(), file, launchers.plain, level=1,
+                                     glibc=glibc)
         return OneFile(file, folder, digest[:32])
 
     yield one

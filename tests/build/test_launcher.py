@@ -13,8 +13,10 @@ from pathlib import Path
 import pytest
 
 from tests.build.conftest import UMASK, WAIT_S, Launchers, Make
+from tests.build.recipes import recipe
 
 REFUSED = 126
+FOOTER = recipe("pack").FOOTER.size
 
 
 def contents(folder: Path) -> dict[str, tuple[int, bytes]]:
@@ -84,7 +86,7 @@ def test_one_who_waits_in_vain_for_another_unpacks_too(launchers: Launchers, mak
 def test_a_truncated_file_says_so_and_leaves_nothing(make: Make, tmp_path: Path) -> None:
     file = make(extra=os.urandom(1 << 20))
     whole = file.path.read_bytes()
-    for size in (len(whole) - 1, len(whole) - 128, len(whole) - 200, len(whole) - (1 << 19)):
+    for size in (len(whole) - 1, len(whole) - FOOTER, len(whole) - 200, len(whole) - (1 << 19)):
         file.path.write_bytes(whole[:size])
         done = file.run(KVSTREAM_CACHE_DIR=tmp_path / "cache")
         assert done.returncode == REFUSED and "is not whole" in done.stderr and "Download it again" in done.stderr
@@ -97,7 +99,7 @@ def test_a_damaged_file_says_so_and_leaves_nothing(launchers: Launchers, make: M
     file = make(extra=os.urandom(1 << 16))
     whole = file.path.read_bytes()
     launcher = launchers.compiled().stat().st_size
-    for at in (launcher + 2, launcher + 5000, len(whole) - 128 - 3):
+    for at in (launcher + 2, launcher + 5000, len(whole) - FOOTER - 3):
         file.path.write_bytes(whole[:at] + bytes([whole[at] ^ 0x10]) + whole[at + 1:])
         done = file.run(KVSTREAM_CACHE_DIR=tmp_path / "cache")
         assert done.returncode == REFUSED and "is damaged" in done.stderr, at
@@ -117,6 +119,28 @@ def test_without_proc(launchers: Launchers, make: Make, tmp_path: Path, monkeypa
         found = re.search(r"argv0=(\S+) file=(\S+)", done.stdout)
         assert found is not None and found[1] == f"{cache}/{file.digest}/kvstream"
         assert Path(found[2]).samefile(file.path)
+
+
+def test_an_older_glibc_is_refused_before_anything_is_written(launchers: Launchers, make: Make, tmp_path: Path) -> None:
+    """By the names of its symbols' versions, else by what it says of itself; where none is found the loader decides."""
+    libc, other = launchers.folder / "libc.so.6", launchers.folder / "other.so.6"
+    launcher = launchers.compiled("other-glibc", f'GLIBC_PLACES="{libc}","{other}"')
+    file, cache = make(launcher, glibc=31), tmp_path / "cache"
+    line = b"\0GNU C Library (GLIBC 2.%d-9) stable release version 2.%d.\nCopyright"
+    libc.write_bytes(b"\x7fELF\0GLIBC_2.3\0GLIBC_2.30\0GLIBC_2.311\0" + bytes(9000) + line % (30, 30))
+    done = file.run(KVSTREAM_CACHE_DIR=cache)
+    assert done.returncode == REFUSED and not cache.exists()
+    assert f"needs glibc 2.31 or newer, and this system has 2.30 ({libc})" in done.stderr
+    for new in (b"\0GLIBC_2.31\0" + line % (31, 31), b"\0GLIBC_2.30\0" + line % (31, 31), line % (40, 40), b"\x7fELF", b""):
+        libc.write_bytes(new)
+        assert file.run(KVSTREAM_CACHE_DIR=cache).returncode == 0, new
+    libc.write_bytes(line % (30, 30))
+    other.write_bytes(line % (36, 36))
+    assert file.run(KVSTREAM_CACHE_DIR=cache).returncode == 0
+    other.unlink()
+    assert file.run(KVSTREAM_CACHE_DIR=cache).returncode == REFUSED
+    libc.unlink()
+    assert file.run(KVSTREAM_CACHE_DIR=cache).returncode == 0
 
 
 # --- which folder -----------------------------------------------------------------------------------------------------
