@@ -23,6 +23,8 @@ import sys
 import time
 from pathlib import Path
 
+import floor
+
 BUILD = Path(__file__).resolve().parent
 ROOT = BUILD.parent
 GLIBC = "2.36"  # Debian 12; a release is built where 2.31 is enough (DESIGN.md)
@@ -103,7 +105,8 @@ def main() -> None:
         run("sbom", [python, BUILD / "sbom.py", cyclonedx, folder, work], PYTHONPATH=cuda)
     run("glibc", [python, BUILD / "floor.py", folder, "--glibc", given.glibc])
     run("launcher", [python, BUILD / "launcher" / "compile.py", work / "launcher"])
-    run("pack", [python, BUILD / "pack.py", folder, work / "launcher", into])
+    needed = floor.highest(floor.by_program(folder))
+    run("pack", [python, BUILD / "pack.py", folder, work / "launcher", into, "--glibc", needed])
     print(f"{into}: {into.stat().st_size / 1e6:.1f} MB, sha256 {hashlib.sha256(into.read_bytes()).hexdigest()}")
 
 

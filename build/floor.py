@@ -41,6 +41,11 @@ def by_program(folder: Path) -> dict[str, dict[str, Version]]:
         ["objdump", "-T", path], capture_output=True, text=True, check=False).stdout) for path in programs(folder)}
 
 
+def highest(found: dict[str, dict[str, Version]], library: str = "GLIBC") -> str:
+    """What all of it needs, as text; 2.0 if nothing is said."""
+    return ".".join(map(str, max((versions.get(library, (2, 0)) for versions in found.values()), default=(2, 0))))
+
+
 def above(found: dict[str, dict[str, Version]], promised: dict[str, Version]) -> list[str]:
     return [f"{name} needs {library}_{'.'.join(map(str, version))}" for name, versions in found.items()
             for library, version in versions.items() if library in promised and version > promised[library]]

@@ -20,6 +20,7 @@ def test_the_highest_version_is_found() -> None:
                "0 DF *UND* 0 (GLIBCXX_3.4.29) d\n0 DF *UND* 0 (CXXABI_1.3) e\n")
     found = {"a.so": floor.wanted(symbols), "b.so": floor.wanted("0 DF *UND* 0 (GLIBC_2.17) a\n")}
     assert found["a.so"] == {"GLIBC": (2, 34), "GLIBCXX": (3, 4, 29)}
+    assert floor.highest(found) == "2.34" and floor.highest({"c.so": {}}) == "2.0"
     assert floor.above(found, {"GLIBC": (2, 34)}) == []
     assert floor.above(found, {"GLIBC": (2, 31), "GLIBCXX": (3, 4, 28)}) == [
         "a.so needs GLIBC_2.34", "a.so needs GLIBCXX_3.4.29"]
