@@ -122,6 +122,8 @@ grep -qx shutdown-deadlock.diff ../debian/patches/series
 sed -n '/^shutdown-deadlock.diff$/,$p' ../debian/patches/series | while read -r name; do
     patch --strip=1 --fuzz=0 < "../debian/patches/$name"
 done
+# One of them wants this, which Debian gives to a module that it links into the program.
+sed -i '1i #define Py_BUILD_CORE_MODULE 1' Modules/pyexpat.c
 CFLAGS="-fstack-protector-strong -D_FORTIFY_SOURCE=2" LDFLAGS="-Wl,-z,relro" ./configure --enable-shared \
     --with-openssl=/usr/local --with-system-expat --with-ensurepip=install --disable-test-modules \
     --without-static-libpython

@@ -131,7 +131,7 @@ def test_an_older_glibc_is_refused_before_anything_is_written(launchers: Launche
     done = file.run(KVSTREAM_CACHE_DIR=cache)
     assert done.returncode == REFUSED and not cache.exists()
     assert f"needs glibc 2.31 or newer, and this system has 2.30 ({libc})" in done.stderr
-    for new in (b"\0GLIBC_2.31\0" + line % (31, 31), b"\0GLIBC_2.30\0" + line % (31, 31), line % (40, 40), b"\x7fELF", b""):
+    for new in (b"\0GLIBC_2.31\0" + line % (30, 30), b"\0GLIBC_2.30\0" + line % (31, 31), line % (40, 40), b"x", b""):
         libc.write_bytes(new)
         assert file.run(KVSTREAM_CACHE_DIR=cache).returncode == 0, new
     libc.write_bytes(line % (30, 30))
