@@ -56,8 +56,9 @@ def fetch(folder: Path, with_cuda: bool) -> None:
 
 
 def inside(root: Path, *command: str) -> int:
-    return subprocess.run(["unshare", "--mount", "--pid", "--net", "--fork", "--kill-child", "sh", "-euc", MOUNTED, "sh",
-                           root, PROJECT, *command], stdin=subprocess.DEVNULL, check=False).returncode
+    apart = ["unshare", "--mount", "--pid", "--net", "--fork", "--kill-child"]
+    return subprocess.run([*apart, "sh", "-euc", MOUNTED, "sh", root, PROJECT, *command], stdin=subprocess.DEVNULL,
+                          check=False).returncode
 
 
 def main() -> None:
