@@ -141,6 +141,10 @@ show-starts *args:
 test-image *args:
     {{python}} build/container/try_image.py {{args}}
 
+# What a real Prometheus gets from a KVStream under load, for each expression of the dashboard (--picture FILE.png)
+test-metrics *args:
+    {{python}} tests/measure/show_metrics.py {{args}}
+
 # The Grafana dashboard anew, after a change to build/container/dashboard.py
 dashboard:
     {{python}} build/container/dashboard.py
