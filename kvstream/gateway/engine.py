@@ -44,12 +44,7 @@ from ..core.messages import (
 )
 from ..core.scheduler import Scheduler
 from ..core.types import EndReason, Priority, RequestId
-from ..errors import (
-    BackendUnavailableError,
-    KVStreamError,
-    PoolExhaustedError,
-    ShuttingDownError,
-)
+from ..errors import BackendUnavailableError, KVStreamError, PoolExhaustedError, ShuttingDownError
 from .buffer import EventBuffer
 from .count import PromptCount, PromptCounter
 from .door import Door
@@ -68,6 +63,7 @@ from .metrics import Metrics
 from .parking import Parking
 from .patience import Patience
 from .ports import Upstream
+from .pulse import Pulse
 from .recount import recount
 from .request import answer_tokens, seats_wanted
 from .runner import Runner
@@ -105,6 +101,7 @@ class Engine:
         self.closing = False
         self._inbox: list[Event] = []
         self._wake = trio.Event()
+        self.pulse = Pulse(lambda: self._wake.set())
         self._streams: trio.Nursery | None = None
         self._live: dict[RequestId, Stream] = {}
         self._ended: deque[tuple[RequestId, str]] = deque(maxlen=256)  # their seats may still drain
@@ -153,6 +150,7 @@ class Engine:
             events, self._inbox = self._inbox, []
             for action in self.scheduler.step(trio.current_time(), events):
                 self._act(action)
+            self.pulse.beat()
             if self.sight.wants_look:
                 self._slot_watch.wanted.set()
             self._wake = trio.Event()

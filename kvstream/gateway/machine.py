@@ -9,6 +9,7 @@ import os
 import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 from attrs import evolve
 
@@ -52,6 +53,22 @@ def files_max() -> int | None:
 
     hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     return None if hard == resource.RLIM_INFINITY else hard
+
+
+def process_json() -> dict[str, Any]:
+    """This process for ``/status``, so that `kvstream reload` can tell that it found the right one: a container's
+    process 1 is not the machine's."""
+    return {"pid": os.getpid(), "started": started(os.getpid())}
+
+
+def started(pid: int, proc: Path = Path("/proc")) -> int | None:
+    """When a process began, in the kernel's ticks; two that had the same number differ in it. None when that cannot be
+    seen."""
+    try:
+        words = (proc / str(pid) / "stat").read_text("utf-8", "replace").rpartition(")")[2].split()
+        return int(words[19])
+    except (OSError, ValueError, IndexError):
+        return None
 
 
 def llama_flags(port: int, proc: Path = Path("/proc")) -> ServerFlags | None:

@@ -125,13 +125,24 @@ class Reloader:
         self._error: str | None = None
         self._restart: tuple[str, ...] = ()
         self._stopped = False
+        self._answered = 0
+        self.told: Callable[[bool], None] = lambda begins: None  # when reading begins and when it is over
         self._asked = trio.Event()
         self._seen = self._stamp()
 
     def status(self) -> dict[str, Any]:
         """For ``/status``."""
         return {"path": str(self._path) if self._path else None, "loaded_at": self._loaded_at, "error": self._error,
-                "restart": list(self._restart)}
+                "restart": list(self._restart), "answered": self._answered, "may_reload": self._may_read}
+
+    @property
+    def error(self) -> str | None:
+        """Why the newest file is not in force."""
+        return self._error
+
+    @property
+    def _may_read(self) -> bool:
+        return self._again is not None and self.config.server.reload != "off"
 
     def ask(self) -> None:
         """Read it again now: SIGHUP."""
@@ -152,11 +163,14 @@ class Reloader:
                 await self._asked.wait()
             asked = self._asked.is_set()
             self._asked = trio.Event()
-            if asked and (self._again is None or self.config.server.reload == "off"):
-                log.warning("SIGHUP: server.reload is off, or there is no file; nothing is read again")
+            if asked and not self._may_read:
+                log.warning("SIGHUP: server.reload is off; nothing is read again")
             elif asked or (polls and self._stamp() != self._seen):
+                self.told(True)
                 await self._settle()
                 await self._read(lanes, router, prepare)
+                self.told(False)
+            self._answered += asked
 
     async def _settle(self) -> None:
         """Wait until nobody writes any more, as far as that can be seen."""

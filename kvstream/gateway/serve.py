@@ -4,6 +4,7 @@
 
     trio.run(main)
     └─ root nursery
+       ├─ supervision         what systemd is told; outlives the rest
        ├─ signal watcher      first signal: drain; second: leave at once; SIGHUP: read the configuration again
        ├─ reloader            the same when its file changes
        ├─ embedded server     (with --model) llama.cpp as a supervised child
@@ -16,12 +17,14 @@ Draining: the listeners close and ``/ready`` says 503 at once; queued requests a
 
 from __future__ import annotations
 
+import faulthandler
 import logging
 import os
 import secrets
 import signal
+import socket
 import sys
-from collections.abc import AsyncIterator, Callable, Mapping, Sized
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence, Sized
 from contextlib import AsyncExitStack, asynccontextmanager
 from typing import Any
 
@@ -32,20 +35,24 @@ from attrs import define
 from ..config import Config, Loaded
 from ..errors import ShuttingDownError
 from .access import Access
+from .activation import at_address, take_sockets
 from .app import App, AppSettings, accepted_hosts
 from .coalesce import Coalescer
 from .connections import Server, open_sockets
-from .embedded import Died, EmbeddedEvent, EmbeddedServer, Loading, Restarting, describe_event
+from .embedded import Died, EmbeddedEvent, EmbeddedServer, EmbeddedSnapshot, Loading, Restarting, describe_event
 from .engine import Engine
 from .lanes import Lanes, OpenLane
 from .logs import set_up_logging
+from .machine import process_json
 from .metrics import Metrics
+from .notify import Notifier, take_notifier
 from .proxy import Proxy
 from .reload import Reloader
 from .router import Router
 from .settings import access_settings, access_warnings, coalesce_settings, embedded_spec, proxy_settings
 from .status_inject import preemption_json
 from .stream import Stream
+from .supervision import Supervision
 
 log = logging.getLogger("kvstream.serve")
 
@@ -71,6 +78,7 @@ class Gateway:
     app: App
     reloader: Reloader
     coalescer: Coalescer
+    embedded: EmbeddedServer | None = None
 
     @property
     def config(self) -> Config:
@@ -86,6 +94,19 @@ class Gateway:
     def streams(self) -> list[Stream]:
         """The requests in hand, of all lanes."""
         return [stream for lane in self.lanes.all for stream in lane.engine.streams.values()]
+
+    @property
+    def refused(self) -> str | None:
+        """Why the configuration in force is not that of the file."""
+        return self.reloader.error
+
+    def embedded_now(self) -> EmbeddedSnapshot | None:
+        """The embedded server as it is known now, if there is one."""
+        return self.embedded.snapshot() if self.embedded is not None else None
+
+    def drain_s_max(self) -> float:
+        """How long :meth:`drain` may take."""
+        return self.config.server.drain_s + LAST_FRAMES_S + self.config.inject.drain_save_s
 
     async def drain(self) -> None:
         """Stop taking requests, let those in hand finish within ``server.drain_s``, end the rest with an error.
@@ -120,20 +141,23 @@ class Gateway:
 
 @asynccontextmanager
 async def open_gateway(loaded: Loaded, *, engine: Engine | None = None, metrics: Metrics | None = None,
-                       on_embedded: OnEmbedded | None = None) -> AsyncIterator[Gateway]:
+                       on_embedded: OnEmbedded | None = None,
+                       sockets: Sequence[socket.socket] = ()) -> AsyncIterator[Gateway]:
     """Everything between a configuration and a listening port, taken down on leaving.
 
     With ``engine`` (and its ``metrics``) an engine that already runs is put on the network; without, a lane is made for
-    each backend of the configuration, and with ``embedded.model`` the backend of the first too.
+    each backend of the configuration, and with ``embedded.model`` the backend of the first too. ``sockets``, if there
+    are any, listen already.
 
     *Errors*: ``PortInUseError``, ``ConfigError``, ``EmbeddedError``. *Cancellation*: safe at any point.
     """
+    loaded = at_address(loaded, sockets)
     config = loaded.config
     metrics = metrics or Metrics()
     reloader = Reloader(loaded, metrics)
     hop = secrets.token_hex(8)
     async with AsyncExitStack() as stack:
-        sockets = open_sockets(config.server.host, config.server.port)
+        sockets = sockets or open_sockets(config.server.host, config.server.port)
         for sock in sockets:
             stack.callback(sock.close)
         embedded: EmbeddedServer | None = None
@@ -175,11 +199,11 @@ async def open_gateway(loaded: Loaded, *, engine: Engine | None = None, metrics:
 
         if engine is None:
             (await _enter_nursery(stack)).start_soon(reloader.run, lanes, router, prepare)
-        server = _make_server(config, app, metrics, sockets)
+        server = _make_server(config, app, metrics, list(sockets))
         await (await _enter_nursery(stack)).start(server.run)
         host = config.server.host
         url = f"http://{f'[{host}]' if ':' in host else host}:{server.ports[0]}"
-        yield Gateway(url, router, lanes, server, app, reloader, coalescer)
+        yield Gateway(url, router, lanes, server, app, reloader, coalescer, embedded)
 
 
 async def _enter_nursery(stack: AsyncExitStack) -> trio.Nursery:
@@ -211,6 +235,7 @@ def _with_slot_dir(config: Config, embedded: EmbeddedServer | None) -> Config:
 def _extra_status(reloader: Reloader, lanes: Lanes, embedded: EmbeddedServer | None) -> Mapping[str, Any]:
     config = reloader.config
     extra: dict[str, Any] = {
+        "process": process_json(),
         "config": reloader.status(),
         "retiring": [{"name": lane.name, "requests": len(lane.engine.streams)} for lane in lanes.retiring],
         "kv_type": config.memory.dtype,
@@ -244,19 +269,21 @@ class EmbeddedLog:
 # --- the process ------------------------------------------------------------------------------------------------------
 
 
-
-
 async def serve(loaded: Loaded, *, on_ready: Callable[[Gateway], None] | None = None,
-                on_embedded: OnEmbedded | None = None) -> int:
+                on_embedded: OnEmbedded | None = None, supervision: Supervision | None = None,
+                sockets: Sequence[socket.socket] = ()) -> int:
     """Serve until a signal; the exit code. ``on_ready`` is called once the port is open."""
+    supervision = supervision or Supervision(Notifier())
     code = 0
     terminal = Terminal()
     with trio.open_signal_receiver(*_signals()) as received:
-        async with open_gateway(loaded, on_embedded=on_embedded) as gateway:
+        async with open_gateway(loaded, on_embedded=on_embedded, sockets=sockets) as gateway:
             log.info("listening on %s, %s", gateway.url, ", ".join(
                 f"backend {lane.name} {lane.engine.adapter.base_url}" for lane in gateway.router.lanes))
             if on_ready is not None:
                 on_ready(gateway)
+            gateway.reloader.told = supervision.reloading
+            supervision.opened(gateway)
             async for number in received:
                 if number == HANGUP and not terminal.is_gone():
                     gateway.reloader.ask()
@@ -264,6 +291,7 @@ async def serve(loaded: Loaded, *, on_ready: Callable[[Gateway], None] | None = 
                 log.info("%s: draining, no new requests; %s; a second signal leaves at once",
                          signal.Signals(number).name, _going(gateway))
                 break
+            supervision.stopping()
             async with trio.open_nursery() as nursery:
                 async def second() -> None:
                     nonlocal code
@@ -341,8 +369,20 @@ def raise_file_limit(wanted: int) -> None:
         log.warning("only %d files may be open (ulimit -n); server.connections_max wants %d", target, wanted)
 
 
+async def _supervised(loaded: Loaded, notifier: Notifier, sockets: Sequence[socket.socket]) -> int:
+    supervision = Supervision(notifier)
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(supervision.run)
+        code = await serve(loaded, supervision=supervision, sockets=sockets)
+        nursery.cancel_scope.cancel()
+    return code
+
+
 def run(loaded: Loaded) -> int:
     """``kvstream serve``: the exit code of the process. *Errors*: see :func:`open_gateway`."""
+    notifier, sockets = take_notifier(os.environ), take_sockets(os.environ)
+    if notifier.watchdog_s is not None:
+        faulthandler.enable()  # its signal is SIGABRT: the log then says where we were stuck
     set_up_logging(loaded.config.logging.level, loaded.config.logging.format)
     raise_file_limit(2 * loaded.config.server.connections_max + FILES_BESIDE)
-    return trio.run(serve, loaded)
+    return trio.run(_supervised, loaded, notifier, sockets)
