@@ -28,6 +28,7 @@ from .cli_completion import VARIABLE as COMPLETE_VARIABLE
 from .cli_completion import completion
 from .cli_doctor import doctor, models
 from .cli_licenses import licenses
+from .cli_service import reload, service
 from .errors import ConfigError, KVStreamError, PortInUseError
 
 if TYPE_CHECKING:
@@ -149,7 +150,7 @@ def main() -> None:
     """A proxy in front of your model runtime that hands out its KV memory page by page."""
 
 
-for _command in (doctor, models, cache, completion, licenses):
+for _command in (doctor, models, cache, completion, licenses, service, reload):
     main.add_command(_command)
 
 
@@ -215,10 +216,10 @@ def _load(config: str | None, flags: dict[str, object], names: dict[str, str], *
 
 def _url(url: str | None, config: str | None) -> str:
     """Which KVStream to look at: the one named, else the one that this configuration would start here."""
-    return _target(url, config)[0]
+    return target_of(url, config)[0]
 
 
-def _target(url: str | None, config: str | None) -> tuple[str, str]:
+def target_of(url: str | None, config: str | None) -> tuple[str, str]:
     """The same, and the key to show it: KVSTREAM_KEY, else the token of the configuration, for its own KVStream only.
     """
     from .gateway import statusview
@@ -265,7 +266,7 @@ def status(ctx: click.Context, url: str | None, config: str | None, watch: bool,
     """
     from .gateway import statusview
 
-    url, key = _target(url, config)
+    url, key = target_of(url, config)
     try:
         ctx.exit(statusview.watch(url, as_json, key) if watch else statusview.show_once(url, as_json, key))
     except KeyboardInterrupt:  # the ordinary way out of --watch

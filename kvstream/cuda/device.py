@@ -19,6 +19,7 @@ may synchronise the whole device.
 
 from __future__ import annotations
 
+import logging
 import threading
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -31,12 +32,15 @@ from attrs import define
 from ..errors import DeviceError, DeviceMemoryError
 from ..parts import DRIVER, NO_DRIVER
 from .kernels import kernel_formats
+from .memlock import limit_bytes, too_low
 
 if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
     Bytes: TypeAlias = NDArray[np.uint8]
+
+log = logging.getLogger("kvstream.cuda")
 
 STREAM_NON_BLOCKING: Final = 1  # CU_STREAM_NON_BLOCKING: no order with the default stream of other libraries
 SHARED_BYTES_FREE: Final = 48 * 1024  # dynamic shared memory that needs no opt-in
@@ -197,6 +201,7 @@ class PyCudaDevice:
         self._managed_allowed = allow_managed
         self._allocations: dict[int, Any] = {}
         self._arrays: list[Any] = []
+        self._warned = False
         self._streams: list[Stream] = []
         self._pinned = PinnedRanges()
         self._functions: dict[str, Any] = {}
@@ -258,6 +263,10 @@ class PyCudaDevice:
 
     def pinned(self, size: int) -> Bytes:
         self._here()
+        warning = too_low(size + sum(len(array) for array in self._arrays), limit_bytes())
+        if warning and not self._warned:
+            self._warned = True
+            log.warning("%s", warning)
         with _translated(self._driver, f"allocate {size} bytes of pinned host memory"):
             array: Bytes = self._driver.pagelocked_empty((size,), "u1",
                                                          mem_flags=self._driver.host_alloc_flags.DEVICEMAP)

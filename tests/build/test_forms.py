@@ -25,7 +25,7 @@ SPAWNING = {
     "os": {"execl", "execle", "execlp", "execlpe", "execv", "execve", "execvp", "execvpe", "spawnl", "spawnv",
            "spawnve", "system", "popen", "posix_spawn", "posix_spawnp", "fork", "forkpty"},
 }
-WITH_ENVIRONMENT = {"execve", "Popen", "run_process"}
+WITH_ENVIRONMENT = {"execve", "Popen", "run", "run_process"}
 
 
 @pytest.fixture

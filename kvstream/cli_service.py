@@ -1,0 +1,123 @@
+"""``kvstream service`` and ``kvstream reload``: KVStream under systemd.
+
+As in ``cli``, everything heavy is imported inside the functions.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from pathlib import Path
+
+import click
+
+from .errors import ConfigError, KVStreamError
+
+PRINTED = ("unit", "socket", "gpu", "lan")
+
+
+@click.group(short_help="Install KVStream as a systemd service.")
+def service() -> None:
+    """Install KVStream as a systemd service, of the system or of one user."""
+
+
+_user_option = click.option("--user", is_flag=True, help="A service of yours instead of the system's: no rights "
+                            "needed, runs while you are logged in (or for good: loginctl enable-linger).")
+_config_option = click.option("--config", metavar="PATH", type=click.Path(path_type=Path),
+                              help="The TOML file that it reads, instead of kvstream/kvstream.toml in /etc, or with "
+                              "--user in ~/.config.")
+
+
+@service.command("print", short_help="Print the unit, or a file beside it.")
+@click.argument("what", type=click.Choice(PRINTED), default="unit")
+@_user_option
+@_config_option
+def print_(what: str, user: bool, config: Path | None) -> None:
+    """Print the unit as `install` would write it; `socket`, `gpu` and `lan` are the files that its options add."""
+    from . import service as made
+
+    if what == "unit":
+        places = made.Places(user)
+        config = places.config if config is None else config.absolute()
+        click.echo(made.unit(made.program(user=user).command, config, user=user), nl=False)
+    else:
+        click.echo(made.text_of("kvstream.socket" if what == "socket" else f"{what}.conf"), nl=False)
+
+
+@service.command(short_help="Write the unit, and say how to start it.")
+@_user_option
+@_config_option
+@click.option("--socket", is_flag=True, help="Also kvstream.socket: systemd listens, and nobody is refused while "
+              "KVStream restarts.")
+@click.option("--gpu", is_flag=True, help="Let it use an NVIDIA GPU (system service).")
+@click.option("--lan", is_flag=True, help="Let it talk to the local network (system service).")
+@click.option("--start", is_flag=True, help="Also enable and start it.")
+@click.option("--force", is_flag=True, help="Replace files that are there and differ.")
+@click.option("--root", metavar="DIR", type=click.Path(path_type=Path), default=Path("/"),
+              help="Write below DIR, for an image.")
+def install(user: bool, config: Path | None, socket: bool, gpu: bool, lan: bool, start: bool, force: bool,
+            root: Path) -> None:
+    """Write the unit, and say how to start it.
+
+    What is there already and differs is not replaced without --force. An executable that lies where a system service
+    cannot see it (a home folder) is copied to /usr/local/bin/kvstream; a missing configuration is written with all of
+    its defaults as comments.
+    """
+    from . import config_show
+    from . import service as made
+
+    if user and (gpu or lan or root != Path("/")):
+        raise ConfigError("--gpu, --lan and --root are for a system service; a user's has none of what they open")
+    if start and root != Path("/"):
+        raise ConfigError("--start: what is in an image cannot be started here")
+    installer = made.plan(made.Places(user, root.absolute()), config, template=config_show.commented_toml(),
+                          socket=socket, gpu=gpu, lan=lan, force=force)
+    installer.check()
+    installer.write()
+    for line in installer.done:
+        click.echo(line)
+    systemctl = ["systemctl", *(["--user"] if user else [])]
+    units = ["kvstream.socket", "kvstream.service"] if socket else ["kvstream.service"]
+    commands = [[*systemctl, "daemon-reload"], [*systemctl, "enable", "--now", *units]]
+    if start:
+        _run_all(commands)
+    else:
+        journal = f"journalctl {'--user ' if user else ''}-u kvstream -f"
+        click.echo("\n".join(["Next:", *(f"  {' '.join(command)}" for command in commands), f"  {journal}"]))
+
+
+def _run_all(commands: list[list[str]]) -> None:
+    from .gateway.embedded_child import clean_environment
+
+    for command in commands:
+        try:
+            code = subprocess.run(command, env=clean_environment(os.environ), check=False).returncode
+        except OSError as error:
+            raise KVStreamError(f"cannot run {command[0]}: {error.strerror}; does systemd run this machine?") from error
+        if code:
+            raise KVStreamError(f"`{' '.join(command)}` ended with {code}; the files are written")
+    click.echo("started; `systemctl status kvstream` shows how it is")
+
+
+@click.command("reload", short_help="Let a running KVStream read its configuration again.")
+@click.option("--pid", type=click.IntRange(min=2), help="Its process; otherwise that of the KVStream found by --url or "
+              "the configuration.")
+@click.option("--url", metavar="URL", help="A KVStream of this machine, instead of the one that the configuration "
+              "(server.host, server.port) would start.")
+@click.option("--config", metavar="PATH", help="TOML file instead of ./kvstream.toml.")
+@click.pass_context
+def reload(ctx: click.Context, pid: int | None, url: str | None, config: str | None) -> None:
+    """Let a running KVStream read its configuration again, and say what came of it.
+
+    Exit code 0: in force, with what needs a restart named; 2: the file is wrong, and what was in force still is; 1: it
+    could not be asked, or did not say.
+    """
+    from .cli import target_of
+    from .gateway.reloading import reload_running
+
+    try:
+        url, key = target_of(url, config)
+    except ConfigError as error:
+        raise ConfigError([*error.problems, "nothing was reloaded: a running KVStream goes on as it is"]) from error
+    for line in reload_running(url, key, pid):
+        click.echo(line)

@@ -1,0 +1,210 @@
+"""KVStream as a systemd service: the files that make it one, and where they go.
+
+The files in ``systemd/`` are the only ones there are. They name the usual places; what is written has those of this
+machine instead, and for a user's manager it ends where the unit says that only the system's understands the rest.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import stat
+import sys
+from collections.abc import Sequence
+from importlib.resources import files
+from pathlib import Path
+
+from attrs import define, field, frozen
+
+from .errors import ConfigError, KVStreamError
+from .parts import form, own_file
+
+PROGRAM = "/usr/local/bin/kvstream"  # in the unit's text, and where a copy goes
+CONFIG = "/etc/kvstream/kvstream.toml"
+VARIABLES = "/etc/kvstream/kvstream.env"
+ONLY_SYSTEM = "\n# From here on only the system's manager."
+# What a service with ProtectHome and PrivateTmp does not see.
+HIDDEN = ("/home/", "/root/", "/run/user/", "/tmp/", "/var/tmp/")
+
+
+def text_of(name: str) -> str:
+    """One of ``kvstream.service``, ``kvstream.socket``, ``gpu.conf``, ``lan.conf``, as it is shipped."""
+    return files("kvstream").joinpath("systemd", name).read_text("utf-8")
+
+
+@frozen
+class Places:
+    """Where things are for one manager. ``root``: what stands for ``/`` (an image that is being made)."""
+
+    user: bool
+    root: Path = Path("/")
+
+    @property
+    def units(self) -> Path:
+        return _xdg_config() / "systemd" / "user" if self.user else self.root / "etc" / "systemd" / "system"
+
+    @property
+    def config(self) -> Path:
+        return _xdg_config() / "kvstream" / "kvstream.toml" if self.user else Path(CONFIG)
+
+    def on_disk(self, path: Path) -> Path:
+        """Where a path of the unit is to be written."""
+        return self.root / path.relative_to("/")
+
+
+def _xdg_config() -> Path:
+    return Path(os.environ.get("XDG_CONFIG_HOME", "") or Path.home() / ".config")
+
+
+def unit(command: Sequence[str], config: Path, *, user: bool = False) -> str:
+    """The unit that runs ``command`` (program and first words) with ``config``."""
+    text = text_of("kvstream.service")
+    if user:
+        head, found, tail = text.partition(ONLY_SYSTEM)
+        assert found
+        install = tail[tail.index("\n[Install]"):].replace("multi-user.target", "default.target")
+        # A user's manager has no network-online.target, and no right to raise a hard limit.
+        head = re.sub(r"(?m)^(After|Wants)=network-online.target\n", "", head)
+        head = head.replace("systemctl edit", "systemctl --user edit")
+        text = head + install
+    program = " ".join(word(part) for part in command)
+    text = text.replace(f"={PROGRAM} ", f"={program} ").replace(f" --config {CONFIG}", f" --config {word(str(config))}")
+    return text.replace(f"=-{VARIABLES}", f"=-{_escaped(str(config.with_name('kvstream.env')))}")
+
+
+def word(text: str) -> str:
+    """One word of an ExecStart line."""
+    text = _escaped(text).replace("$", "$$")
+    if re.fullmatch(r"[\w./:@%+,=$~-]+", text):
+        return text
+    return '"' + text.replace("\\", "\\\\").replace('"', '\\"') + '"'
+
+
+def _escaped(text: str) -> str:
+    return text.replace("%", "%%")
+
+
+# --- which program ----------------------------------------------------------------------------------------------------
+
+
+@frozen
+class Program:
+    """What the unit starts. ``copied_from``: the file has to be copied to ``command``'s first word before."""
+
+    command: tuple[str, ...]
+    copied_from: Path | None = None
+
+
+def program(*, user: bool) -> Program:
+    """How the service starts what runs here."""
+    here, file = form(), own_file()
+    if here == "source":
+        return Program((sys.executable, "-m", "kvstream"))
+    python = (sys.executable,) if here == "zipapp" else ()
+    path = Path(file).resolve()
+    if user or seen_by_service(path):
+        return Program((*python, str(path)))
+    return Program((*python, PROGRAM + (".pyz" if here == "zipapp" else "")), copied_from=path)
+
+
+def seen_by_service(path: Path) -> bool:
+    """Whether a service under a user of its own can read ``path``: where it is, and that everybody may."""
+    return not hidden_from_service(path) and all(
+        each.stat().st_mode & (stat.S_IXOTH if each.is_dir() else stat.S_IROTH) for each in (path, *path.parents))
+
+
+def hidden_from_service(path: Path) -> bool:
+    return f"{path}/".startswith(HIDDEN)
+
+
+def check_environment() -> None:
+    """*Errors*: ``KVStreamError`` where a system service cannot see the Python environment that runs here."""
+    parts = (Path(sys.executable), Path(sys.prefix), Path(sys.base_prefix), Path(__file__).parent)
+    unseen = [str(path) for path in parts if not seen_by_service(path.resolve())]
+    if unseen:
+        raise KVStreamError(
+            f"a system service does not see {unseen[0]}, where this KVStream is installed (a home folder, or closed to "
+            "others): use --user, install it elsewhere (/opt), or take the one-file executable")
+
+
+# --- writing ----------------------------------------------------------------------------------------------------------
+
+
+@define
+class Installer:
+    """Writes files. ``force`` replaces what is there and differs; ``done`` tells what was written, in words."""
+
+    places: Places
+    force: bool = False
+    done: list[str] = field(factory=list)
+    _to_do: list[tuple[Path, str | Path, int]] = field(factory=list)
+
+    def add(self, path: Path, content: str | Path, mode: int = 0o644) -> None:
+        """Plan to write a text, or a copy of a file."""
+        self._to_do.append((path, content, mode))
+
+    def check(self) -> None:
+        """*Errors*: ``KVStreamError`` naming every file that is there and differs, unless ``force``."""
+        differ = [str(path) for path, content, _ in self._to_do if path.exists() and not _is(path, content)]
+        if differ and not self.force:
+            raise KVStreamError(f"{', '.join(differ)}: there already, with other contents; nothing was written "
+                                "(--force replaces, `kvstream service print` shows what would be written)")
+
+    def write(self) -> None:
+        """*Errors*: ``KVStreamError`` for what cannot be written."""
+        try:
+            for path, content, mode in self._to_do:
+                if path.exists() and _is(path, content):
+                    self.done.append(f"{path}: is there already")
+                    continue
+                path.parent.mkdir(parents=True, exist_ok=True)
+                new = path.with_name(f".{path.name}.new")  # a running program cannot be written, but replaced
+                if isinstance(content, Path):
+                    shutil.copyfile(content, new)
+                else:
+                    new.write_text(content, "utf-8")
+                new.chmod(mode)
+                new.replace(path)
+                self.done.append(f"{path}: " + (f"copied from {content}" if isinstance(content, Path) else "written"))
+        except OSError as error:
+            hint = "" if self.places.user else "; a system service is installed by root (sudo), --user needs no rights"
+            raise KVStreamError(f"cannot write {error.filename}: {error.strerror}{hint}") from error
+
+
+def _is(path: Path, content: str | Path) -> bool:
+    wanted = content.read_bytes() if isinstance(content, Path) else content.encode()
+    return path.read_bytes() == wanted
+
+
+def plan(places: Places, config: Path | None, *, template: str, socket: bool = False, gpu: bool = False,
+         lan: bool = False, force: bool = False) -> Installer:
+    """Everything that ``kvstream service install`` writes. Without ``config`` the usual one is used, and made from
+    ``template`` where there is none.
+
+    *Errors*: ``ConfigError``, ``KVStreamError``.
+    """
+    if form() == "source" and not places.user:
+        check_environment()
+    installer, found = Installer(places, force), program(user=places.user)
+    if found.copied_from is not None:
+        installer.add(places.on_disk(Path(found.command[-1])), found.copied_from, 0o755)
+    if config is None:
+        config = places.config
+        if not places.on_disk(config).exists():
+            installer.add(places.on_disk(config), template)
+    else:
+        config = config.absolute()
+        if not places.on_disk(config).is_file():
+            raise ConfigError(f"--config: there is no file {config}")
+        if not places.user and hidden_from_service(config):
+            raise ConfigError(f"--config: {config} is where a system service does not see it (ProtectHome, PrivateTmp)"
+                              f"; {CONFIG} is the usual place")
+    folder = places.units
+    installer.add(folder / "kvstream.service", unit(found.command, config, user=places.user))
+    if socket:
+        installer.add(folder / "kvstream.socket", text_of("kvstream.socket"))
+    for wanted, name in ((gpu, "gpu.conf"), (lan, "lan.conf")):
+        if wanted:
+            installer.add(folder / "kvstream.service.d" / name, text_of(name))
+    return installer
