@@ -133,6 +133,10 @@ lock:
 smoke *args:
     {{python}} build/smoke.py {{args}}
 
+# The unit under a real systemd, tried one by one; as root, in a debootstrap root booted by systemd-nspawn
+test-unit *args:
+    {{python}} build/systemd/test_unit.py {{args}}
+
 # How long each form takes to start, beside python -m kvstream
 show-starts *args:
     {{python}} tests/measure/show_starts.py {{args}}
