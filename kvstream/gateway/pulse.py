@@ -22,6 +22,6 @@ class Pulse:
 
     async def felt(self) -> None:
         """Wait until the loop has come round once more. *Cancellation*: safe."""
-        asked = self._asked = self._asked or trio.Event()
+        asked = self._asked = trio.Event() if self._asked is None else self._asked
         self._wake()
         await asked.wait()
