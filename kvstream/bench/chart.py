@@ -33,12 +33,12 @@ class Axis:
 
     def place(self, value: float) -> float | None:
         """From 0 (low) to 1 (high). None: it cannot be drawn here."""
-        if not math.isfinite(value) or (self.log and value <= 0):
+        if self.log and value <= 0:
             return None
         low, high, at = (math.log10(one) for one in (self.low, self.high, value)) if self.log else (
             self.low, self.high, value)
         share = (at - low) / (high - low)
-        return min(1.0, max(0.0, share)) if -1e-9 <= share <= 1 + 1e-9 else None
+        return min(1.0, max(0.0, share)) if -1e-9 <= share <= 1 + 1e-9 else None  # NaN is between nothing
 
 
 @frozen
