@@ -120,14 +120,20 @@ def _axes(plot: _Plot) -> Iterator[str]:
         if y is not None:
             yield _straight(plot.left, y, plot.right, y, f'stroke="{FAINT}" class="k-faint"')
             yield _text(plot.left - 6, y + 4, tick, anchor="end")
+    end = 0.0
     for value, tick in plot.x.ticks:
-        x = plot.across(value)
+        x, half = plot.across(value), width_of(tick) / 2
         if x is not None:
             yield _straight(x, plot.top, x, plot.bottom, f'stroke="{FAINT}" class="k-faint"')
-            yield _text(x, plot.bottom + LINE, tick, anchor="middle")
+            if x - half > end:  # words do not run into each other
+                yield _text(x, plot.bottom + LINE, tick, anchor="middle")
+                end = x + half
     yield _straight(plot.left, plot.bottom, plot.right, plot.bottom, f'stroke="{INK}" class="k-inks"')
-    middle = (plot.left + plot.right) / 2
-    yield _text(middle, plot.bottom + 2.2 * LINE, _cut(plot.x.label, plot.right - plot.left), anchor="middle")
+    words, y = plot.x.label, plot.bottom + 2.2 * LINE
+    if width_of(words) <= plot.right - plot.left:
+        yield _text((plot.left + plot.right) / 2, y, words, anchor="middle")
+    else:
+        yield _text(plot.right, y, _cut(words, plot.right), anchor="end", whole=words)
 
 
 def _mark(plot: _Plot, mark: Mark) -> Iterator[str]:
@@ -282,9 +288,15 @@ def width_of(text: str, size: float = SIZE) -> float:
 def _cut(text: str, wide: float, size: float = SIZE) -> str:
     if width_of(text, size) <= wide:
         return text
-    while text and width_of(text + "…", size) > wide:
-        text = text[: -1 - len(text) // 50]
-    return text + "…"
+    kept = len(text)
+    while kept > 0 and width_of(_without_middle(text, kept), size) > wide:
+        kept -= 1 + kept // 50
+    return _without_middle(text, max(0, kept))
+
+
+def _without_middle(text: str, kept: int) -> str:
+    """The end says as much as the beginning: a port, a number of requests."""
+    return text[: kept - kept // 2] + "…" + text[len(text) - kept // 2 :]
 
 
 def _wrapped(text: str, wide: float, size: float, lines: int) -> list[str]:
