@@ -53,7 +53,7 @@ def environment_python(work: Path, name: str = "executable") -> Path:
     lock = BUILD / f"{name}.lock"
     folder, stamp = work / f"{name}-venv", work / f"{name}-venv.stamp"
     facts = hashlib.sha256(lock.read_bytes() + sys.version.encode() + sys.prefix.encode()).hexdigest()
-    python = folder / "bin" / "python"
+    python = folder / "Scripts" / "python.exe" if sys.platform == "win32" else folder / "bin" / "python"
     if not stamp.is_file() or stamp.read_text("utf-8") != facts:
         shutil.rmtree(folder, ignore_errors=True)
         run("environment", [sys.executable, "-m", "venv", folder])
@@ -81,7 +81,8 @@ def bundle(python: Path, work: Path, cuda: str) -> Path:
                    work / "pyinstaller", "--distpath", folder.parent, BUILD / "kvstream.spec"], KVSTREAM_PYCUDA=cuda)
     kept = folder / "_internal" / "kvstream"
     run("licences", [python, BUILD / "notices.py", folder, kept / "notices.txt"], PYTHONPATH=cuda)
-    run("strip", [python, BUILD / "strip_list.py", folder])
+    if sys.platform == "linux":
+        run("strip", [python, BUILD / "strip_list.py", folder])
     return folder
 
 

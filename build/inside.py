@@ -17,7 +17,7 @@ from pathlib import Path
 
 from pack import FOOTER, MAGIC, PROGRAM, decompressed
 
-EXTENSION = re.compile(r"\.(cpython-[\w-]+|abi3)\.so$|\.so$")
+EXTENSION = re.compile(r"\.(cpython-[\w-]+|abi3)\.so$|\.so$|(\.cp\d+-\w+)?\.pyd$")
 
 
 class Unknown(Exception):
@@ -75,9 +75,10 @@ def members(path: Path) -> dict[str, bytes]:
 
 def modules(folder: Path) -> set[str]:
     """Every importable name in PyInstaller's folder, with dots; namespace packages left out."""
-    found = {name for name, body in program(folder / PROGRAM) if not name.startswith("(") and body}
+    own = folder / f"{PROGRAM}.exe" if sys.platform == "win32" else folder / PROGRAM
+    found = {name for name, body in program(own) if not name.startswith("(") and body}
     internal = folder / "_internal"
-    for path in internal.rglob("*.so"):
+    for path in (path for ending in ("so", "pyd") for path in internal.rglob(f"*.{ending}")):
         parts = path.relative_to(internal).parts
         if not path.is_symlink() and parts[0] not in ("python3.11", "lib-dynload") and not parts[0].endswith(".libs"):
             found.add(".".join((*parts[:-1], EXTENSION.sub("", parts[-1]))).removesuffix(".__init__"))
@@ -91,7 +92,7 @@ def owners() -> dict[str, str]:
         name = distribution.metadata["Name"]
         for line in (distribution.read_text("RECORD") or "").splitlines():
             path = line.partition(",")[0]
-            if path.endswith((".py", ".so")):
+            if path.endswith((".py", ".so", ".pyd")):
                 module = EXTENSION.sub("", path).removesuffix(".py").removesuffix("/__init__")
                 found.setdefault(module.replace("/", "."), name)
     return found

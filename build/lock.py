@@ -6,9 +6,10 @@ build/executable.lock: what KVStream needs, all of its extras that go into the e
 build/zipapp.lock: what it needs, as far as it works without compiled parts.
 build/release.lock: what writes the list of their parts, and is in neither.
 build/compiled.lock: PyCUDA's source and what it is compiled with, for a build without a network (in_root.py).
+build/executable-windows.lock, build/executable-macos.lock: the first for those systems (onedir.py).
 
 The versions are those of the environment that runs this, so what ships is what was tested; pip tells the hashes. The
-lists are for Linux on x86-64 and the Python that runs this: 3.11 for a release.
+lists are for the Python that runs this, 3.11 for a release, and but for the last two for Linux on x86-64.
 """
 
 from __future__ import annotations
@@ -34,10 +35,16 @@ from tests.cuda.driver.build import HEADERS, PYCUDA  # noqa: E402
 PROJECT: dict[str, Any] = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]
 EXTRAS = PROJECT["optional-dependencies"]
 BY_SOURCE = ("tomli",)  # its wheel is compiled; the zipapp takes the source
+PYTHON = f"{sys.version_info[0]}.{sys.version_info[1]}"
 PYINSTALLER = "pyinstaller==6.22.3"
 CYCLONEDX = "cyclonedx-bom==7.5.0"
 WHEEL = "wheel==0.48.0"  # PyCUDA's source asks for it
 BATCH = 12
+# Name, words for it, what wheels call it, and what is needed there only: pip asks markers of the system it runs on.
+SYSTEMS = (
+    ("windows", "Windows", ("win_amd64",), ("cffi", "pycparser", "colorama", "pefile", "pywin32-ctypes")),
+    ("macos", "macOS on arm64", tuple(f"macosx_{version}_0_arm64" for version in (11, 12, 13, 14)), ("macholib",)),
+)
 
 
 def wanted_by_the_executable() -> list[str]:
@@ -92,8 +99,16 @@ def main() -> None:
     lines["release"] = {*hashed([CYCLONEDX], *wheels)}
     lines["compiled"] = {*hashed([WHEEL, *HEADERS], "--no-deps", *wheels),
                          *hashed([f"pycuda=={PYCUDA}"], "--no-deps", "--no-binary", "pycuda")}
+    systems = dict.fromkeys(lines, "Linux, x86-64")
+    here = [line.partition(" ")[0] for line in lines["executable"]]
+    for name, title, platforms, more in SYSTEMS:
+        options = ["--no-deps", *wheels, "--target", "not-used", "--python-version", PYTHON]
+        for platform in platforms:
+            options += ["--platform", platform]
+        systems[f"executable-{name}"] = title
+        lines[f"executable-{name}"] = {*hashed([*here, *more], *options)}
     for name, found in lines.items():
-        head = f"# Written by build/lock.py for Python {sys.version_info[0]}.{sys.version_info[1]}, Linux, x86-64.\n"
+        head = f"# Written by build/lock.py for Python {PYTHON}, {systems[name]}.\n"
         (ROOT / "build" / f"{name}.lock").write_text(head + "".join(f"{line}\n" for line in sorted(found)), "utf-8")
         print(f"{name}.lock: {len(found)} packages")
 

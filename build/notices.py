@@ -31,9 +31,9 @@ def head() -> str:
 
 
 def python_notice() -> tuple[str, str]:
-    own = Path(sysconfig.get_path("stdlib")) / "LICENSE.txt"  # Debian keeps it elsewhere
-    debian = Path("/usr/share/doc") / f"python{sys.version_info[0]}.{sys.version_info[1]}" / "copyright"
-    text = (own if own.is_file() else debian).read_text("utf-8")
+    places = (Path(sysconfig.get_path("stdlib")) / "LICENSE.txt", Path(sys.base_prefix) / "LICENSE.txt",  # Windows
+              Path("/usr/share/doc") / f"python{sys.version_info[0]}.{sys.version_info[1]}" / "copyright")  # Debian
+    text = next(place for place in places if place.is_file()).read_text("utf-8")
     return f"Python {sys.version.split()[0]}: PSF-2.0", f"{text}\n\n{(LICENCES / 'python.txt').read_text('utf-8')}"
 
 
@@ -77,6 +77,15 @@ def system_notices(names: list[str]) -> Iterator[tuple[str, str]]:
         yield f"{package} {package_version(package)}: see below ({', '.join(files)})", text
 
 
+def notices_elsewhere(folder: Path) -> Iterator[tuple[str, str]]:
+    """Of the libraries beside Python where there is no dpkg. Windows' Python has them in its own licence file."""
+    for path in sorted((folder / "_internal").glob("*.dylib")):
+        if not path.name.startswith(("libssl", "libcrypto", "libpython")):
+            raise LookupError(path.name)
+    if sys.platform == "darwin":
+        yield "OpenSSL 3: Apache-2.0", "Copyright (c) The OpenSSL Project Authors. The text is at the top of this file."
+
+
 def main() -> None:
     sys.path.insert(0, str(ROOT))
     from kvstream.licenses import RULE, notices
@@ -84,7 +93,9 @@ def main() -> None:
     folder, into = Path(sys.argv[1]), Path(sys.argv[2])
     try:
         parts = [head(), *(notice.whole() for notice in notices(inside.distributions(folder)))]
-        others = [python_notice(), llama_notice(folder), *system_notices([*system_libraries(folder), *IN_THE_LAUNCHER])]
+        others = [python_notice(), llama_notice(folder)]
+        others += (system_notices([*system_libraries(folder), *IN_THE_LAUNCHER]) if sys.platform == "linux"
+                   else notices_elsewhere(folder))
     except (LookupError, inside.Unknown) as error:
         sys.exit(f"{error}: its licence is not known")
     parts += [f"{RULE}\n{title}\n{RULE}\n\n{text.strip()}\n" for title, text in others]

@@ -47,7 +47,7 @@ def test_a_library_that_cannot_be_loaded_is_found(tmp_path: Path) -> None:
     assert "broken.so" in strip_list.load_problem(tmp_path / "broken.so", tmp_path)
 
 
-@pytest.mark.parametrize("name", ["executable", "zipapp"])
+@pytest.mark.parametrize("name", ["executable", "executable-windows", "executable-macos", "zipapp"])
 def test_the_locks_have_what_pyproject_wants(name: str) -> None:
     """Exact versions with hashes; a new dependency needs `just lock`."""
     lines = [line for line in (BUILD / f"{name}.lock").read_text("utf-8").splitlines() if not line.startswith("#")]
