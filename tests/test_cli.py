@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import io
 import json
 import socket
@@ -18,7 +19,7 @@ import pytest
 from click.testing import CliRunner, Result
 from rich.console import Console
 
-from kvstream import __version__, cli
+from kvstream import __version__, cli, config
 from kvstream.config import KEYS_BY_PATH, Loaded, ServerConfig
 from kvstream.errors import ConfigError, EmbeddedError, PortInUseError
 from kvstream.gateway import alive, statusview
@@ -34,16 +35,18 @@ class Served:
     def __init__(self) -> None:
         self.loaded: list[Loaded] = []
         self.outcome: int | Exception = 0
+        self.collects: list[tuple[bool, bool]] = []
 
     def run(self, loaded: Loaded) -> int:
         self.loaded.append(loaded)
+        self.collects.append((gc.isenabled(), gc.get_freeze_count() > 0))
         if isinstance(self.outcome, Exception):
             raise self.outcome
         return self.outcome
 
 
 @pytest.fixture
-def served(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Served:
+def served(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Served]:
     monkeypatch.chdir(tmp_path)
     stand_in = Served()
     module = ModuleType("kvstream.gateway.serve")
@@ -52,7 +55,8 @@ def served(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Served:
     demo = ModuleType("kvstream.gateway.demo")
     demo.run_demo = lambda loaded, once: stand_in.run(loaded) + (10 if once else 0)  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "kvstream.gateway.demo", demo)
-    return stand_in
+    yield stand_in
+    gc.unfreeze()
 
 
 def changed(served: Served) -> dict[str, object]:
@@ -151,6 +155,18 @@ def test_exit_codes(outcome: int | Exception, code: int, said: str, served: Serv
     for command in ("serve", "demo"):
         result = invoke(command)
         assert (result.exit_code, result.stderr, result.stdout) == (code, said, "")
+
+
+def test_the_collector_rests_while_modules_are_imported(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[bool] = []
+    monkeypatch.setattr(config, "load_config", lambda *_args, **_options: seen.append(gc.isenabled()))
+    assert invoke("serve").exit_code == 0
+    assert (seen, served.collects) == ([False], [(True, True)])  # (on, with what was imported out of its sight)
+
+
+def test_a_wrong_configuration_leaves_the_collector_on(served: Served) -> None:
+    assert invoke("serve", "--port=none").exit_code == 2
+    assert gc.isenabled()
 
 
 def test_a_traceback_on_request(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
