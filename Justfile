@@ -117,7 +117,7 @@ bin-old root *args:
 zipapp *args:
     {{python}} build/zipapp.py {{args}}
 
-# Everything that is handed out, with sums, licences and the list of parts: dist/release (--twice: and prove it reproducible)
+# All that is handed out: dist/release (--root ROOT: for older systems; --twice: and prove that it is reproducible)
 release *args:
     {{python}} build/release.py {{args}}
 

@@ -1,6 +1,6 @@
 """``just bin-old ROOT``: the executable for older systems, built in a Debian 11 folder that build/bullseye.sh has made.
 
-    python build/in_root.py ROOT [--into FILE] [--without-cuda]
+    python build/in_root.py ROOT [--into FILE] [--without-cuda] [--sbom]
 
 Packages are fetched here, by this machine's pip and by the hashes of executable.lock and compiled.lock. Then
 build/executable.py does its work inside, with these sources mounted read-only, a network of its own with nothing in it,
@@ -43,14 +43,15 @@ def pip(*words: str | Path) -> None:
         sys.exit(f"failed: {' '.join(command)}")
 
 
-def fetch(folder: Path, with_cuda: bool) -> None:
+def fetch(folder: Path, with_cuda: bool, with_sbom: bool) -> None:
     """Wheels for the Python inside; for PyCUDA its source, what builds it, and CUDA's headers."""
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
     tags = [f"manylinux{'_' * ('_' in tag)}{tag}_{platform.machine()}" for tag in TAGS]
     common = ("download", "--no-deps", "--require-hashes", "--dest", folder, "--requirement")
-    pip(*common, BUILD / "executable.lock", "--only-binary", ":all:", "--implementation", "cp", "--python-version",
-        "3.11", *(f"--platform={tag}" for tag in tags))
+    for lock in ("executable", *(["release"] if with_sbom else [])):
+        pip(*common, BUILD / f"{lock}.lock", "--only-binary", ":all:", "--implementation", "cp", "--python-version",
+            "3.11", *(f"--platform={tag}" for tag in tags))
     if with_cuda:
         pip(*common, BUILD / "compiled.lock", "--no-binary", "pycuda")
 
@@ -66,17 +67,19 @@ def main() -> None:
     parser.add_argument("root", type=Path, help="made by build/bullseye.sh")
     parser.add_argument("--into", type=Path, default=PROJECT / "dist" / "kvstream")
     parser.add_argument("--without-cuda", action="store_true", help="leave PyCUDA out")
+    parser.add_argument("--sbom", action="store_true", help="also write ROOT/srv/work/sbom.json")
     given = parser.parse_args()
     root = given.root.resolve()
     if not (root / "usr" / "local" / "bin" / "python3.11").exists():
         sys.exit(f"{root} has no Python 3.11: build/bullseye.sh {root}")
     for name in ("kvstream", "work"):
         (root / HERE / name).mkdir(parents=True, exist_ok=True)
-    fetch(root / HERE / "packages", not given.without_cuda)
+    fetch(root / HERE / "packages", not given.without_cuda, given.sbom)
     made = root / HERE / "work" / "kvstream"
     made.unlink(missing_ok=True)
     code = inside(root, "python3.11", "/srv/kvstream/build/executable.py", "--work", "/srv/work", "--into",
-                  "/srv/work/kvstream", "--glibc", GLIBC, *(["--without-cuda"] if given.without_cuda else []))
+                  "/srv/work/kvstream", "--glibc", GLIBC, *(["--without-cuda"] if given.without_cuda else []),
+                  *(["--sbom"] if given.sbom else []))
     if code:
         sys.exit(code)
     given.into.parent.mkdir(parents=True, exist_ok=True)

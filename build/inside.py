@@ -66,7 +66,10 @@ def members(path: Path) -> dict[str, bytes]:
     if zipfile.is_zipfile(io.BytesIO(body)):
         return dict(zip_file(body))
     if path.name == PROGRAM:
-        return dict(program(path))
+        try:
+            return dict(program(path))
+        except ImportError:  # no PyInstaller here
+            return {}
     return {}
 
 

@@ -190,7 +190,7 @@ def serve(ctx: click.Context, /, config: str | None, model: str | None, no_prefi
 @contextlib.contextmanager
 def _importing() -> Iterator[None]:
     """Without the garbage collector, which would look through a growing heap again and again for garbage that imports
-    do not make: a sixth of the time. What was imported stays, and no later collection looks at it while streams wait."""
+    do not make: a sixth of the time. What was imported stays: no later collection looks at it, while streams wait."""
     was = gc.isenabled()
     gc.disable()
     try:
