@@ -31,7 +31,7 @@ class Notifier:
         lines = (*self._unsent, *(" ".join(line.split()) for line in lines))
         self._unsent = []
         try:
-            with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_CLOEXEC) as sock:
+            with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as sock:
                 sock.setblocking(False)
                 sock.sendto("\n".join(lines).encode(), self._path)
         except OSError:

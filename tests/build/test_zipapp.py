@@ -19,7 +19,7 @@ import pytest
 from tests.build.recipes import BUILD, ROOT, recipe
 
 zipapp = recipe("zipapp")
-OURS = ("__init__", "__main__", "errors", "licenses", "parts",
+OURS = ("__init__", "__main__", "errors", "licenses", "parts", "service",
         *sorted(path.stem for path in (ROOT / "kvstream").glob("cli*.py")))
 
 
@@ -28,6 +28,7 @@ def staged(folder: Path) -> Path:
     (folder / "kvstream").mkdir(parents=True)
     for name in OURS:
         shutil.copy(ROOT / "kvstream" / f"{name}.py", folder / "kvstream")
+    shutil.copytree(ROOT / "kvstream" / "systemd", folder / "kvstream" / "systemd")
     for name in ("click", "attrs"):
         found = importlib.metadata.distribution(name)
         for path in found.files or ():
@@ -102,3 +103,12 @@ def test_an_old_python_is_told_in_one_sentence(monkeypatch: pytest.MonkeyPatch,
     assert stopped.value.code == 2
     assert capsys.readouterr().err == ("kvstream: this file needs Python 3.11 or newer, and /usr/bin/python3 is 3.10; "
                                        "the one-file executable needs no Python\n")
+
+
+def test_it_prints_the_unit_that_starts_it(files: tuple[Path, Path]) -> None:
+    file = files[0]
+    lines = run(file, "service", "print").stdout.splitlines()
+    command = f"{sys.executable} /usr/local/bin/kvstream.pyz"
+    if str(file).startswith("/tmp/"):  # which a service does not see
+        assert f"ExecStart={command} serve --config /etc/kvstream/kvstream.toml" in lines
+    assert run(file, "service", "print", "lan").stdout == (ROOT / "kvstream/systemd/lan.conf").read_text("utf-8")
