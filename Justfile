@@ -137,6 +137,10 @@ smoke *args:
 test-unit *args:
     {{python}} build/systemd/test_unit.py {{args}}
 
+# A built executable on bare Debian 12 and 11 systems: as root, with debootstrap (--model, --libcuda, --too-new, --json FILE)
+show-roots *args:
+    {{python}} build/roots.py {{args}}
+
 # How long each form takes to start, beside python -m kvstream
 show-starts *args:
     {{python}} tests/measure/show_starts.py {{args}}
