@@ -227,6 +227,20 @@ def group_of(pid: int) -> list[str]:
     return [line for line in done.stdout.splitlines() if " Z" not in line]
 
 
+def bench(place: Place, backend: str, _args: argparse.Namespace) -> str:
+    few = ("--total-requests=8", "--concurrency=2", "--prompt-len=16", "--output-len=8")
+    done = place.run("bench", "--url", backend, *few, "--plot=r.svg", "--report=r.html")
+    check(done.returncode == 0 and "8 of 8 requests" in done.stdout, done)
+    swept = place.run("bench", "kv", "--simulate=h200", "--model-geometry=smollm2-135m", "--max-context=4K",
+                      "--min-context=2K", "--step=2K", "--decode-tokens=8", "--output=sweep")
+    check(swept.returncode == 0, swept)
+    for file in ("r.svg", "r.html", "sweep/kv-stream-sweep.svg", "sweep/kv-stream-sweep.html"):
+        check("</svg>" in (place.folder / file).read_text("utf-8"), file)
+    refused = place.run("bench", "--url", backend, *few, "--plot=r.png")
+    check(refused.returncode == 2 and "the executable does not have it" in refused.stderr, refused)
+    return "pictures and pages of bench and bench kv; a PNG is refused in a sentence"
+
+
 def twenty_times(place: Place, backend: str, _args: argparse.Namespace) -> str:
     for _ in range(20):
         with place.serving("--backend", "openai", "--backend-url", backend) as (process, _, log):
@@ -288,7 +302,7 @@ def six_first_starts(place: Place, _backend: str, _args: argparse.Namespace) -> 
     return "all ran; one folder is left"
 
 
-TRIED = (first_start, parts, small_commands, streamed, terminated, terminated_as_a_group, killed, twenty_times,
+TRIED = (first_start, parts, small_commands, streamed, terminated, terminated_as_a_group, killed, bench, twenty_times,
          embedded, odd_places, truncated, six_first_starts)
 
 

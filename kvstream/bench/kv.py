@@ -96,6 +96,8 @@ def _run_missing(sweep: Sweep, machine: Machine, known: About | None, folder: Pa
     with _progress(len(missing), "simulating" if known is None else "measuring") as (say, told):
         if done:
             say(f"{folder} has {len(done)} points already")
+        if done and not missing:  # an older KVStream, or one without matplotlib, may have measured them
+            kvplot.write_pictures(folder, [done[prompt] for prompt in sorted(done)], sweep.setup, finished=True)
         for number, prompt in enumerate(missing):
             try:
                 point = _point_of(sweep.setup, machine, known, prompt, told(prompt, number), say)

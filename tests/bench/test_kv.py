@@ -113,7 +113,7 @@ def test_a_finished_sweep_is_not_run_again_and_may_be_extended(folder: Path, dra
     prompts = watched(None)
     second = invoke(*ARGUMENTS)
     assert second.exit_code == 0 and not prompts and (folder / TABLE).read_bytes() == before
-    assert second.stdout == first.stdout
+    assert second.stdout == first.stdout and drawn == [1, 2, 3, 3], "but its pictures are drawn again"
     assert invoke(*ARGUMENTS, "--max-context=32K", "--min-context=4K", "--step=4K").exit_code == 0
     assert prompts == [4096, 12288, 20480, 24576, 28672, 32768 - 64]
     assert [int(row["prompt_tokens"]) for row in rows(folder)] == sorted({*PROMPTS, *prompts})
