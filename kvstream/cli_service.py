@@ -78,12 +78,15 @@ def install(user: bool, config: Path | None, socket: bool, gpu: bool, lan: bool,
         click.echo(line)
     systemctl = ["systemctl", *(["--user"] if user else [])]
     units = ["kvstream.socket", "kvstream.service"] if socket else ["kvstream.service"]
-    commands = [[*systemctl, "daemon-reload"], [*systemctl, "enable", "--now", *units]]
+    # A KVStream that runs already has the port that systemd is to listen on.
+    commands = [[*systemctl, "daemon-reload"], *([[*systemctl, "stop", units[-1]]] if socket else []),
+                [*systemctl, "enable", "--now", *units]]
     if start:
         _run_all(commands)
     else:
         journal = f"journalctl {'--user ' if user else ''}-u kvstream -f"
-        click.echo("\n".join(["Next:", *(f"  {' '.join(command)}" for command in commands), f"  {journal}"]))
+        again = f"  {' '.join(systemctl)} restart kvstream  # only if an older one runs"
+        click.echo("\n".join(["Next:", *(f"  {' '.join(command)}" for command in commands), again, f"  {journal}"]))
 
 
 def _run_all(commands: list[list[str]]) -> None:

@@ -135,7 +135,7 @@ def test_install_writes_a_service_that_can_be_started(executable: Path, tmp_path
     assert sorted(path.name for path in (units / "kvstream.service.d").iterdir()) == ["gpu.conf", "lan.conf"]
     config = root / "etc/kvstream/kvstream.toml"
     assert config.read_text("utf-8") == (ROOT / "kvstream.toml").read_text("utf-8")
-    assert "systemctl daemon-reload\n  systemctl enable --now kvstream.socket kvstream.service" in done.output
+    assert "daemon-reload\n  systemctl stop kvstream.service\n  systemctl enable --now kvstream.socket" in done.output
     config.write_text("# mine\n", "utf-8")
     again = run("install", "--root", str(root), "--socket", "--gpu", "--lan")
     assert again.exit_code == 0 and again.output.count("is there already") == 5
