@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import importlib.util
 import json
 import math
 import random
@@ -294,6 +295,8 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=30.0)
     parser.add_argument("--picture", type=Path, help="a PNG of the panels")
     args = parser.parse_args()
+    if args.picture and importlib.util.find_spec("matplotlib") is None:
+        sys.exit("--picture needs matplotlib: pip install matplotlib")
     if shutil.which("prometheus") is None:
         sys.exit("not tried: prometheus is not installed (Debian's package of that name has it)")
     with everything() as (ours, plain, prom):
