@@ -20,6 +20,7 @@ from kvstream.config_load import ENV_OTHERS, doubtful_variables
 from kvstream.errors import ConfigError
 from kvstream.gateway import alive
 from tests.build.recipes import BUILD, ROOT
+from tests.test_config import env_text, values
 
 HERE = BUILD / "container"
 COMPOSE_TEXT = (HERE / "compose.yaml").read_text("utf-8")
@@ -118,6 +119,10 @@ def test_every_variable_that_is_shipped_is_read_by_somebody() -> None:
     """Keys by the configuration; the others by compose, which passes them on, or by the program itself."""
     keys = {name for name in shipped_variables() if "__" in name}
     assert {"KVSTREAM_BACKEND__TYPE", "KVSTREAM_SERVER__HOST"} <= keys <= set(ENV_OF_KEYS)
+    for about in (ENV_OF_KEYS[name] for name in keys):
+        value = next(value for value in values(about) if value != about.default)
+        changed = load_config(env={about.env: env_text(value)}, together=False).config
+        assert changed.get(about.path) == value, about
     read_by_compose = set(re.findall(r"\$\{(KVSTREAM_\w+):-", COMPOSE_TEXT))
     others = {f"KVSTREAM_{name}" for name in ENV_OTHERS} | {"KVSTREAM_BENCH_API_KEY"}
     assert shipped_variables() - keys <= read_by_compose | others
