@@ -215,27 +215,53 @@ def stopped_with_a_stream_open(place: Place, args: argparse.Namespace) -> str:
     return f"the stream came to its end, one drain, {took:.1f} s, exit code 0"
 
 
-def without_a_volume(place: Place, args: argparse.Namespace) -> str:
-    """In front of a llama.cpp server elsewhere, whose saved slots want notes kept here."""
-    port, slots = free_port(), place.work / "slots"
-    slots.mkdir()
-    fake = ROOT / "tests" / "measure" / "inject_fake.py"
+@contextlib.contextmanager
+def fake_llama(slots: Path) -> Iterator[int]:
+    """A llama.cpp server outside, with what it saves in ``slots``; its port."""
+    port, fake = free_port(), ROOT / "tests" / "measure" / "inject_fake.py"
+    slots.mkdir(mode=0o700)
     with subprocess.Popen([sys.executable, fake, str(port), slots, "{}"], stdin=subprocess.DEVNULL) as llama:
         try:
             wait_for(lambda: answers(port, "/health"), START_S_MAX)
-            options = (f"--env=KVSTREAM_BACKEND__BASE_URL=http://127.0.0.1:{port}",
-                       "--env=KVSTREAM_AUTH__METRICS_TOKEN=t0ken")  # else /status is for nobody on such an address
-            with place.serving(options=options) as (name, ours):
-                text = Stream(ours).rest()
-                check(text.rstrip().endswith("data: [DONE]"), text)
-                said = command(*place.podman("exec", name, "kvstream", "status", "--json")).stdout
-                code, log = place.stopped(name)
-                check(code == 0, log)
-            notes = " ".join(json.loads(said)["inject"]["notes"])
-            check("nothing is saved now" in notes and "Read-only file system" in notes, said)
-            return "served; /status says that nothing is saved, and why; exit code 0"
+            yield port
         finally:
             llama.terminate()
+
+
+def before_llama(place: Place, port: int, *options: str) -> tuple[dict[str, Any], str]:
+    """Some chats through a container before that server: what /status says of its slots, and the log."""
+    settings = (f"--env=KVSTREAM_BACKEND__BASE_URL=http://127.0.0.1:{port}",
+                "--env=KVSTREAM_AUTH__METRICS_TOKEN=t0ken")  # else /status is for nobody on such an address
+    with place.serving(options=(*settings, *options)) as (name, ours):
+        for _ in range(2):
+            text = Stream(ours, messages=[{"role": "user", "content": "a long story " * 300}]).rest()
+            check(text.rstrip().endswith("data: [DONE]"), text)
+        said = json.loads(command(*place.podman("exec", name, "kvstream", "status", "--json")).stdout)
+        code, log = place.stopped(name)
+        check(code == 0, log)
+    return said["inject"], log
+
+
+def without_a_volume(place: Place, _args: argparse.Namespace) -> str:
+    """What is known of files that a server elsewhere saved has no place then."""
+    with fake_llama(place.work / "slots-unseen") as port:
+        inject, _ = before_llama(place, port)
+    notes = " ".join(inject["notes"])
+    check("nothing is saved now" in notes and "Read-only file system" in notes, inject)
+    return "served; /status says that nothing is saved, and why; exit code 0"
+
+
+def a_shared_folder(place: Place, _args: argparse.Namespace) -> str:
+    """The server's slot folder, mounted, belongs to one user, and the container is that user."""
+    slots = place.work / "slots-shared"
+    with fake_llama(slots) as port:
+        os.chown(slots, 4321, 4321)
+        inject, log = before_llama(place, port, f"--volume={slots}:/slots", "--env=KVSTREAM_INJECT__DIR=/slots",
+                                   "--user=4321:4321")
+    check(inject["mode"] == "hard" and not inject["notes"], inject)
+    kept = sorted(path.suffix for path in slots.iterdir())
+    check(len(kept) >= 2, f"{kept}: {log}")
+    return f"slots saved to it and noted there as user 4321: {', '.join(kept)}"
 
 
 def embedded(place: Place, args: argparse.Namespace) -> str:
@@ -274,7 +300,7 @@ def metrics(port: int) -> list[str]:
 
 
 TRIED = (the_base, the_build, its_description, its_rights, first_words, health, a_stream, stopped_with_a_stream_open,
-         without_a_volume, embedded)
+         without_a_volume, a_shared_folder, embedded)
 
 
 def a_model() -> Path | None:
