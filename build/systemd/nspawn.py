@@ -20,11 +20,10 @@ BOOT_S_MAX = 90.0
 
 def mirror() -> str:
     """Where this machine's apt fetches Debian from."""
-    for path in sorted(Path("/etc/apt").rglob("*.sources")) + sorted(Path("/etc/apt").rglob("*.list")):
-        found = re.search(r"(?m)^(?:URIs:|deb(?: \[[^]]*\])?) *(\S+/debian)/?(?: |$)", path.read_text("utf-8"))
-        if found:
-            return found.group(1)
-    sys.exit("no Debian mirror in /etc/apt")
+    done = subprocess.run(["apt-get", "indextargets", "--format", "$(LABEL)|$(REPO_URI)", "Created-By: Packages"],
+                          capture_output=True, text=True, check=True)
+    found = [line.removeprefix("Debian|") for line in done.stdout.splitlines() if line.startswith("Debian|")]
+    return found[0] if found else sys.exit("no Debian mirror is in this machine's apt configuration")
 
 
 def make_root(root: Path, suite: str = "bookworm") -> None:

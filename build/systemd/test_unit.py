@@ -1,6 +1,7 @@
 """``just test-unit``: the unit under a real systemd. Each line is one thing that was tried, and how it went.
 
-    python build/systemd/test_unit.py [FILE] [--root FOLDER] [--model M.gguf] [--only NAME,NAME] [--json FILE]
+    python build/systemd/test_unit.py [FILE] [--root FOLDER] [--suite bullseye] [--model M.gguf] [--only NAME,NAME]
+                                        [--json FILE]
 
 Needs root, debootstrap (once) and systemd-nspawn; gdb for one line. FILE is the executable; it lies in the home folder
 of the machine's root, which installs it from there. Exit code 1 if anything failed.
@@ -329,13 +330,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="The unit under a real systemd.")
     parser.add_argument("file", type=Path, nargs="?", default=ROOT / "dist" / "kvstream")
     parser.add_argument("--root", type=Path, default=ROOT / "dist" / "unit-root", help="made where it is not there")
+    parser.add_argument("--suite", default="bookworm", help="of Debian, when it is made")
     parser.add_argument("--model", type=Path)
     parser.add_argument("--only", default="", help="names, divided by commas; `installed` always runs")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     if os.geteuid():
         sys.exit("this needs root")
-    make_root(args.root)
+    make_root(args.root, args.suite)
     binds = {args.file.resolve(): "/root/kvstream", Path(sys.base_prefix): "/opt/python",
              Path(sysconfig.get_path("platlib")): "/opt/site", ROOT / "kvstream": "/opt/source/kvstream",
              Path(__file__).with_name("stuck.py"): "/opt/stuck.py"}
