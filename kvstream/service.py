@@ -173,6 +173,8 @@ class Installer:
 
 
 def _is(path: Path, content: str | Path) -> bool:
+    if isinstance(content, Path) and path.is_symlink():
+        return False  # it may lead to the very place that the service does not see
     wanted = content.read_bytes() if isinstance(content, Path) else content.encode()
     return path.read_bytes() == wanted
 

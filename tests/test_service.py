@@ -158,6 +158,16 @@ def test_nothing_is_replaced_in_silence(executable: Path, tmp_path: Path) -> Non
 
 
 @posix
+def test_a_link_into_a_home_folder_is_no_copy(executable: Path, tmp_path: Path) -> None:
+    copy = tmp_path / "root/usr/local/bin/kvstream"
+    copy.parent.mkdir(parents=True)
+    copy.symlink_to(executable)
+    assert run("install", "--root", str(tmp_path / "root")).exit_code == 1
+    assert run("install", "--root", str(tmp_path / "root"), "--force").exit_code == 0
+    assert not copy.is_symlink() and copy.read_bytes() == executable.read_bytes()
+
+
+@posix
 def test_a_users_service_starts_the_file_where_it_is(executable: Path, tmp_path: Path) -> None:
     done = run("install", "--user")
     assert done.exit_code == 0, done.output
