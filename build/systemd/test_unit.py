@@ -3,8 +3,8 @@
     python build/systemd/test_unit.py [FILE] [--root FOLDER] [--suite bullseye] [--model M.gguf] [--only NAME,NAME]
                                         [--json FILE]
 
-Needs root, debootstrap (once) and systemd-nspawn; gdb for one line. FILE is the executable; it lies in the home folder
-of the machine's root, which installs it from there. Exit code 1 if anything failed.
+Needs root, debootstrap (once) and systemd-nspawn. FILE is the executable; it lies in the home folder of the machine's
+root, which installs it from there. Exit code 1 if anything failed.
 """
 
 from __future__ import annotations
@@ -145,6 +145,9 @@ SOURCES = "Environment=LD_LIBRARY_PATH=/opt/python/lib PYTHONPATH=/opt/source:/o
 
 def watched_when_stuck(t: Trial) -> str:
     """With the sources in a Python of this machine: into the executable nobody can reach to make it stuck."""
+    done = t.machine.run("env", "LD_LIBRARY_PATH=/opt/python/lib", "/opt/python/bin/python3", "--version", check=False)
+    if done.returncode:
+        return f"not tried: this machine's Python does not start there: {done.stderr.splitlines()[0]}"
     command = f"/opt/python/bin/python3 /opt/stuck.py serve --config {CONFIG}"
     t.configure(service=f"WatchdogSec=3\n{SOURCES}\nExecStart=\nExecStart={command}\n")
     seen = []
