@@ -90,7 +90,7 @@ class Place:
                                        cwd=self.folder, stdin=subprocess.DEVNULL, stdout=out, stderr=out,
                                        start_new_session=True)
         try:
-            wait_for(lambda: answers(port, until) or process.poll() is not None, START_S_MAX)
+            wait_for(lambda: answers(port, until) or process.poll() is not None, START_S_MAX, log)
             check(process.poll() is None, log.read_text("utf-8"))
             yield process, port, log
         finally:
@@ -99,10 +99,11 @@ class Place:
             process.wait()
 
 
-def wait_for(true: Callable[[], bool], seconds: float) -> None:
+def wait_for(true: Callable[[], bool], seconds: float, log: Path | None = None) -> None:
     deadline = time.monotonic() + seconds
     while not true():
-        check(time.monotonic() < deadline, f"not within {seconds:.0f} s")
+        seen = log.read_text("utf-8") if log is not None else ""
+        check(time.monotonic() < deadline, f"not within {seconds:.0f} s; {seen}")
         time.sleep(0.02)
 
 
@@ -274,7 +275,7 @@ def odd_places(place: Place, _backend: str, _args: argparse.Namespace) -> str:
 def truncated(place: Place, _backend: str, _args: argparse.Namespace) -> str:
     """At the end, in the middle, and before there is anything of the archive."""
     cut, whole = place.folder / "cut", place.file.read_bytes()
-    for size in (len(whole) - 1, len(whole) // 2, 1_000_000):
+    for size in (len(whole) - 1, len(whole) // 2, 2_000_000):
         cut.write_bytes(whole[:size])
         cut.chmod(0o755)
         done = place.run("--version", file=cut)
