@@ -27,7 +27,7 @@ class Unknown(Exception):
 def one_file(body: bytes) -> Iterator[tuple[str, bytes]]:
     """The launcher, the footer and each file of the archive behind it."""
     footer = body[-FOOTER.size:]
-    head, packed, _raw, _files, _size, is_zstd, _glibc, _digest, _magic = FOOTER.unpack(footer)
+    head, packed, _raw, _files, _size, is_zstd, _glibc, _digest, _check, _magic = FOOTER.unpack(footer)
     yield "(launcher)", body[:head]
     yield "(footer)", footer
     archive = body[head:head + packed]

@@ -2,7 +2,7 @@
 
     python build/pack.py FOLDER LAUNCHER FILE [--plain] [--glibc 2.31]
 
-The file is the launcher, the archive, and 136 bytes of footer; launcher/launcher.c reads the same layout. The archive
+The file is the launcher, the archive, and 144 bytes of footer; launcher/launcher.c reads the same layout. The archive
 is a ustar of the folder, sorted, without owners and times, compressed by zstd with its checksum (``--plain``: not at
 all, for launchers that were built without zstd). Its name in the cache is the hash of the uncompressed archive: it
 changes when the contents do, and only then.
@@ -20,8 +20,8 @@ from pathlib import Path
 from typing import Any
 
 PROGRAM = "kvstream"
-MAGIC = b"KVSTREAM-PACK-2\0"
-FOOTER = struct.Struct("<7Q64s16s")
+MAGIC = b"KVSTREAM-PACK-3\0"
+FACTS, FOOTER = struct.Struct("<7Q64s"), struct.Struct("<7Q64sQ16s")
 LEVEL = 19
 NAME_BYTES_MAX = 250
 
@@ -79,13 +79,21 @@ def decompressed(body: bytes) -> bytes:
     return bytes(_zstd().decompress(body))
 
 
+def footer_of(*facts: int | bytes) -> bytes:
+    """With FNV-1a of the facts, and what tells the launcher that the file is whole."""
+    body, check = FACTS.pack(*facts), 0xCBF29CE484222325
+    for byte in body:
+        check = (check ^ byte) * 0x100000001B3 % 2**64
+    return body + check.to_bytes(8, "little") + MAGIC
+
+
 def pack(folder: Path, launcher: Path, file: Path, plain: bool = False, level: int = LEVEL, glibc: int = 0) -> str:
     """Writes the file; its hash is returned. ``glibc``: the N of the 2.N without which the launcher refuses to unpack
     it, or 0 where that is not known. *Errors*: ``Unpackable``."""
     raw, files, size = archive(folder)
     head, body = launcher.read_bytes(), raw if plain else compressed(raw, level)
     digest = hashlib.sha256(raw).hexdigest()
-    footer = FOOTER.pack(len(head), len(body), len(raw), files, size, not plain, glibc, digest.encode(), MAGIC)
+    footer = footer_of(len(head), len(body), len(raw), files, size, not plain, glibc, digest.encode())
     file.write_bytes(head + body + footer)
     file.chmod(0o755)
     return digest

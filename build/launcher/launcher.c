@@ -7,7 +7,7 @@
  *
  * Who writes where (a "base" is a folder that holds such folders):
  *   - a base is used if it is ours, nobody else may write to it, and programs may be run from it;
- *   - BASE/HASH/ is complete: it was renamed there from BASE/.HASH.PID/ after a sync;
+ *   - BASE/HASH/ is complete: it was renamed there from BASE/.HASH.PID.NS/ after a sync;
  *   - a shared flock on BASE/HASH stays open through exec: while it is held, the folder is in use;
  *   - an exclusive flock on BASE is held while unpacking, so that of many first starts one works and the others wait;
  *     one that has waited for long enough unpacks too, which does no harm.
@@ -20,7 +20,9 @@
 #include <errno.h>
 #include <fcntl.h>
 #include <limits.h>
+#include <signal.h>
 #include <stdarg.h>
+#include <stddef.h>
 #include <stdint.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -48,20 +50,25 @@
 #endif
 
 #define PROGRAM "kvstream"
-#define MAGIC "KVSTREAM-PACK-2"
+#define MAGIC "KVSTREAM-PACK-3"
 #define HASH 32             /* hexadecimal digits in a folder's name */
+#define NAME (HASH + 48)    /* of what is unfinished, or about to be deleted: .HASH.PID.NANOSECONDS */
 #define BASES_MAX 8
+#define OVERFLOW_UID 65534  /* in a user namespace: everybody who has no number in it, root mostly */
 #define EXIT_HERE 126
 
-struct footer {             /* the last 136 bytes of the file, little-endian; glibc is the N of the 2.N it needs, or 0 */
+struct footer {             /* the last 144 bytes of the file, little-endian; glibc is the N of the 2.N it needs, or 0 */
     uint64_t offset, length, raw, files, bytes, zstd, glibc;
-    char hash[64], magic[16];
+    char hash[64];
+    uint64_t check;         /* FNV-1a of what stands before it: the archive has a checksum, and so must what tells of it */
+    char magic[16];
 };
 
 struct base {
     char path[PATH_MAX];
     size_t given;           /* the first characters of the path: that folder must be there, we make those below it */
-    int shared;             /* lies in a folder where everybody may make names, and where a cleaner may delete files */
+    size_t owned;           /* the first characters of the path: that folder must be ours or root's, if it is there */
+    int shared;             /* lies in a folder where everybody may make names */
     int fd;
     char why[160];          /* not usable: the reason */
 };
@@ -93,7 +100,7 @@ static void end(const char *format, ...) {
 static void absolute(char *into, const char *path) {
     char here[PATH_MAX] = "";
     if (path[0] != '/' && getcwd(here, sizeof here) == NULL)
-        here[0] = 0;
+        end("%.60s: this path is relative, and the folder it is meant from is gone", path);
     if (snprintf(into, PATH_MAX, "%s%s%s", path[0] == '/' ? "" : here, path[0] == '/' ? "" : "/", path) >= PATH_MAX)
         end("%.60s...: this path is too long", path);
 }
@@ -106,6 +113,13 @@ static int find_self(void) {
     link[length > 0 ? length : 0] = 0;
     absolute(file_path, length > 0 ? link : by_kernel ? by_kernel : "");
     return length > 0;
+}
+
+static uint64_t footer_check(void) {
+    uint64_t sum = 0xcbf29ce484222325u;
+    for (size_t n = 0; n < offsetof(struct footer, check); n++)
+        sum = (sum ^ ((const unsigned char *)&footer)[n]) * 0x100000001b3u;
+    return sum;
 }
 
 static void open_self(int kernel_knows) {
@@ -125,6 +139,8 @@ static void open_self(int kernel_knows) {
     if (memcmp(footer.magic, MAGIC, sizeof footer.magic) != 0 || footer.offset > size || footer.length > size
         || footer.offset + footer.length + sizeof footer != size)
         end("%s is not whole: %zu bytes are there and its end is missing. Download it again.", file_path, size);
+    if (footer_check() != footer.check)
+        end("%s is damaged. Download it again.", file_path);
     memcpy(hash, footer.hash, HASH);
 }
 
@@ -163,10 +179,27 @@ static int make_path(const struct base *base) {
     }
 }
 
+/* Whether somebody else could put another folder in a base's place between our look at it and the exec: the environment
+ * may be of another user (sudo -E), and so the home. What root does there would also be in that user's way. */
+static int in_others_hands(struct base *base) {
+    char folder[PATH_MAX];
+    struct stat about;
+    snprintf(folder, sizeof folder, "%.*s", (int)base->owned, base->path);
+    if (base->owned == 0 || stat(folder, &about) < 0)
+        return 0;
+    if (about.st_uid != geteuid() && about.st_uid != 0 && about.st_uid != OVERFLOW_UID)
+        return because(base, "%.100s belongs to another user", folder);
+    if (base->shared && (about.st_mode & 022) != 0 && (about.st_mode & S_ISVTX) == 0)
+        return because(base, "in %.80s anybody may rename anything (not sticky)", folder);
+    return 0;
+}
+
 /* Opens a base. In a shared folder its own name must not be a link: somebody else may have made it. Elsewhere it may:
  * systemd's CACHE_DIRECTORY is one under DynamicUser. */
 static int open_base(struct base *base, int make) {
     struct stat about;
+    if (in_others_hands(base) < 0)
+        return -1;
     if (make && make_path(base) < 0)
         return because(base, "%s", strerror(errno));
     base->fd = open(base->path, O_RDONLY | O_DIRECTORY | O_CLOEXEC | (base->shared ? O_NOFOLLOW : 0));
@@ -192,24 +225,8 @@ static int may_unpack(struct base *base) {
     return 0;
 }
 
-static void add_up(int folder, uint64_t *files, uint64_t *bytes) {
-    DIR *open_folder = fdopendir(folder);
-    struct dirent *entry;
-    struct stat about;
-    while (open_folder != NULL && (entry = readdir(open_folder)) != NULL) {
-        if (strcmp(entry->d_name, ".") == 0 || strcmp(entry->d_name, "..") == 0
-            || fstatat(dirfd(open_folder), entry->d_name, &about, AT_SYMLINK_NOFOLLOW) < 0)
-            continue;
-        if (S_ISDIR(about.st_mode))
-            add_up(openat(dirfd(open_folder), entry->d_name, O_RDONLY | O_DIRECTORY | O_NOFOLLOW), files, bytes);
-        else
-            *files += 1, *bytes += S_ISREG(about.st_mode) ? (uint64_t)about.st_size : 0;
-    }
-    if (open_folder != NULL)
-        closedir(open_folder);
-}
-
-/* A descriptor of BASE/HASH, locked as in use, if it is there and can be used; else -1. It goes on through exec. */
+/* A descriptor of BASE/HASH, locked as in use, if it is there, with all that is to be in it, and can be used; else -1.
+ * It goes on through exec. Files go missing: folders for everybody are cleaned by the system, and ~/.cache by tools. */
 static int enter(const struct base *base) {
     struct stat opened, named;
     uint64_t files = 0, bytes = 0;
@@ -219,8 +236,8 @@ static int enter(const struct base *base) {
     flock(fd, LOCK_SH); /* waits for one who deletes it; on a file system without locks we go without */
     int usable = fstat(fd, &opened) == 0 && ours(&opened) && fstatat(base->fd, hash, &named, AT_SYMLINK_NOFOLLOW) == 0
                  && named.st_ino == opened.st_ino && faccessat(fd, PROGRAM, X_OK, 0) == 0;
-    if (usable && base->shared) { /* what cleans such places leaves holes */
-        add_up(openat(fd, ".", O_RDONLY | O_DIRECTORY), &files, &bytes);
+    if (usable) {
+        archive_count(openat(fd, ".", O_RDONLY | O_DIRECTORY | O_CLOEXEC), &files, &bytes);
         usable = files == footer.files && bytes == footer.bytes;
     }
     if (usable)
@@ -229,23 +246,33 @@ static int enter(const struct base *base) {
     return -1;
 }
 
+/* A name that no other start has, on any machine or in any container that shares the base. */
+static void make_name(char into[NAME], const char *digits) {
+    struct timespec now = {0, 0};
+    clock_gettime(CLOCK_REALTIME, &now);
+    snprintf(into, NAME, ".%.*s.%d.%ld", HASH, digits, (int)getpid(), now.tv_nsec);
+}
+
+static void take_away(const struct base *base, const char *name) {
+    char gone[NAME];
+    make_name(gone, name + (name[0] == '.'));
+    if (renameat(base->fd, name, base->fd, gone) == 0)
+        archive_delete(base->fd, gone);
+}
+
 /* Folders of other releases that nobody uses, and what starts that were killed left behind. */
 static void clean(const struct base *base) {
     DIR *folder = fdopendir(openat(base->fd, ".", O_RDONLY | O_DIRECTORY | O_CLOEXEC));
     struct dirent *entry;
     struct stat about;
-    char gone[HASH + 32];
     while (folder != NULL && (entry = readdir(folder)) != NULL) {
         const char *name = entry->d_name, *digits = name + (name[0] == '.');
         int named_so = strspn(digits, "0123456789abcdef") == HASH && digits[HASH] == (name[0] == '.' ? '.' : 0);
         if (!named_so || strcmp(name, hash) == 0)
             continue;
         int fd = openat(base->fd, name, O_RDONLY | O_DIRECTORY | O_NOFOLLOW | O_CLOEXEC);
-        if (fd >= 0 && fstat(fd, &about) == 0 && ours(&about) && flock(fd, LOCK_EX | LOCK_NB) == 0) {
-            snprintf(gone, sizeof gone, ".%.*s.gone.%d", HASH, digits, (int)getpid());
-            if (renameat(base->fd, name, base->fd, gone) == 0)
-                archive_delete(base->fd, gone);
-        }
+        if (fd >= 0 && fstat(fd, &about) == 0 && ours(&about) && flock(fd, LOCK_EX | LOCK_NB) == 0)
+            take_away(base, name);
         if (fd >= 0)
             close(fd);
     }
@@ -266,16 +293,15 @@ static int lock_base(const struct base *base) {
 
 /* The archive into BASE/NAME, on the disk, and then to BASE/HASH, unless that can be entered by now. */
 static int unpack(struct base *base, const char *name) {
-    char gone[HASH + 32];
     int folder, failed, entered;
     if (mkdirat(base->fd, name, 0700) < 0
         || (folder = openat(base->fd, name, O_RDONLY | O_DIRECTORY | O_NOFOLLOW | O_CLOEXEC)) < 0)
         return because(base, "%s", strerror(errno));
     flock(folder, LOCK_EX | LOCK_NB); /* so that nobody's clean() takes it for left behind */
     failed = archive_unpack(file_start + footer.offset, footer.length, footer.raw, footer.zstd != 0, folder);
-    if (failed == 0)
-        syncfs(folder);
-    else
+    if (failed == 0 && syncfs(folder) < 0)
+        failed = errno;
+    if (failed != 0)
         archive_delete(base->fd, name);
     if (failed == ARCHIVE_DAMAGED)
         end("%s is damaged. Download it again.", file_path);
@@ -284,9 +310,7 @@ static int unpack(struct base *base, const char *name) {
     if (failed == 0 && (entered = enter(base)) >= 0) {
         close(entered);
     } else if (failed == 0) { /* what stands in the way, if anything, is of no use */
-        snprintf(gone, sizeof gone, ".%s.gone.%d", hash, (int)getpid());
-        if (renameat(base->fd, hash, base->fd, gone) == 0)
-            archive_delete(base->fd, gone);
+        take_away(base, hash);
         failed = renameat(base->fd, name, base->fd, hash) < 0 ? errno : 0;
     }
     close(folder);
@@ -295,16 +319,23 @@ static int unpack(struct base *base, const char *name) {
 
 /* BASE/HASH as of enter(), unpacked if need be. */
 static int settle(struct base *base) {
-    char name[HASH + 32];
+    char name[NAME];
     int locked = lock_base(base), entered = enter(base);
-    if (entered >= 0 || may_unpack(base) < 0)
+    if (entered >= 0)
         return entered;
-    snprintf(name, sizeof name, ".%s.%d", hash, (int)getpid());
-    mode_t before = umask(022);
-    archive_delete(base->fd, name); /* of an earlier process with our number */
+    if (may_unpack(base) < 0) { /* for want of what starts that were killed have left here, maybe */
+        if (locked)
+            clean(base);
+        if (may_unpack(base) < 0)
+            return -1;
+    }
+    make_name(name, hash);
+    mode_t mask = umask(022);
+    void (*too_large)(int) = signal(SIGXFSZ, SIG_IGN); /* ulimit -f: an error that is said, and no death */
     int unpacked = unpack(base, name);
     archive_delete(base->fd, name); /* there only if somebody was faster, or it could not be renamed */
-    umask(before);
+    signal(SIGXFSZ, too_large);
+    umask(mask);
     if (unpacked == 0 && (entered = enter(base)) < 0)
         because(base, "what was unpacked there cannot be used");
     if (locked && entered >= 0)
@@ -314,11 +345,14 @@ static int settle(struct base *base) {
 
 /* --- the whole ------------------------------------------------------------------------------------------------- */
 
+/* `below` is empty where the folder itself was chosen for this. */
 static void add_base(struct base *bases, int *count, int shared, const char *folder, const char *below) {
     struct base *base = &bases[*count];
     if (folder == NULL || folder[0] != '/' || *count == BASES_MAX)
         return;
-    base->shared = shared, base->given = shared || below[0] == '/' ? strlen(folder) : 0, base->fd = -1;
+    base->shared = shared, base->fd = -1;
+    base->owned = below[0] == '/' ? strlen(folder) : 0;
+    base->given = base->owned;
     if (snprintf(base->path, PATH_MAX, shared ? "%s%s-%u" : "%s%s", folder, below, (unsigned)geteuid()) < PATH_MAX / 2)
         *count += 1;
 }
@@ -331,18 +365,18 @@ static int bases_here(struct base bases[BASES_MAX]) {
     if (named != NULL && named[0] != 0) {
         absolute(path, named);
         add_base(bases, &count, 0, path, "");
+        if (count == 0)
+            end("%.60s...: this path is too long", path);
         return count;
     }
     if (systemd != NULL) { /* several are divided by colons; the first will do */
         snprintf(path, sizeof path, "%.*s", (int)strcspn(systemd, ":"), systemd);
         add_base(bases, &count, 0, path, "");
     }
-    if (xdg != NULL && xdg[0] == '/') {
-        snprintf(path, sizeof path, "%s/" PROGRAM, xdg);
-        add_base(bases, &count, 0, path, "");
-    } else {
-        add_base(bases, &count, 0, getenv("HOME"), "/.cache/" PROGRAM);
-    }
+    int before = count, is_xdg = xdg != NULL && xdg[0] == '/';
+    add_base(bases, &count, 0, is_xdg ? xdg : getenv("HOME"), is_xdg ? "/" PROGRAM : "/.cache/" PROGRAM);
+    if (is_xdg && count > before)
+        bases[before].given = 0; /* may be made, where a home may not */
     for (size_t n = 0; n < sizeof shared / sizeof *shared; n++)
         add_base(bases, &count, 1, shared[n], "/" PROGRAM);
     return count;
@@ -362,10 +396,22 @@ static void become(struct base *base, int fd, char **argv, int kernel_knows) {
     close(fd);
 }
 
+/* Descriptors 0 to 2 are open in what we become: a lock on one of them would be taken for the standard output. */
+static void open_standard(void) {
+    int fd = open("/dev/null", O_RDWR);
+    while (fd >= 0 && fd <= STDERR_FILENO)
+        fd = open("/dev/null", O_RDWR);
+    if (fd >= 0)
+        close(fd);
+}
+
 int main(int argc, char **argv) {
     static struct base bases[BASES_MAX];
+    open_standard();
     int fd, kernel_knows = find_self();
     (void)argc;
+    if (getuid() != geteuid())
+        end("%s is setuid, and takes folders from whoever starts it: take that away (chmod u-s)", file_path);
     open_self(kernel_knows);
     check_glibc();
     int count = bases_here(bases);
