@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
 import os
 from collections.abc import Iterator
@@ -11,6 +12,9 @@ import pytest
 from hypothesis import HealthCheck, Phase, settings
 
 from tests.cuda import ledger
+from tests.order import LONG_FIRST
+
+HERE = Path(__file__).resolve().parent
 
 # No deadline anywhere: the machine is shared, and a slow example says nothing about the property.
 _quiet = {"deadline": None, "suppress_health_check": [HealthCheck.too_slow]}
@@ -25,6 +29,19 @@ settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE") or ("ci" if os.enviro
 def pytest_configure(config: pytest.Config) -> None:
     if not hasattr(config, "workerinput"):  # where xdist has workers, they send their reports here
         config.pluginmanager.register(ledger.Sum())
+    config.option.loadscopereorder = False  # xdist would begin with the files that have the most tests
+    gc.disable()  # nothing that the collection of tests makes is garbage, and going through it takes seconds
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    place = {HERE / name: number for number, name in enumerate(LONG_FIRST)}
+    items.sort(key=lambda item: place.get(item.path, len(LONG_FIRST)))  # the rest stays as it is
+
+
+def pytest_collection_finish() -> None:
+    gc.freeze()  # a full collection goes through half a million objects of the tests, which stay to the end
+    gc.enable()
 
 
 @pytest.fixture(autouse=True)

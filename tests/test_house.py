@@ -14,6 +14,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.order import LONG_FIRST
+
 PACKAGE = Path(__file__).resolve().parents[1] / "kvstream"
 FILE_LINES_MAX, FUNCTION_LINES_MAX = 400, 80  # the aim is 300 and 50; these are where the build stops
 
@@ -352,3 +354,7 @@ def test_text_is_opened_as_utf8_by_name() -> None:
     bad = [f"{module_of(path)}: {match.group()}" for path in FILES
            for match in pattern.finditer(path.read_text("utf-8"))]
     assert bad == []
+
+
+def test_the_files_that_begin_first_are_there() -> None:
+    assert [name for name in LONG_FIRST if not (Path(__file__).parent / name).is_file()] == []

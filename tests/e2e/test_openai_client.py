@@ -171,7 +171,7 @@ def test_unknown_routes_and_methods_have_openai_shape(client: Any, gateway: Gate
     with pytest.raises(openai.NotFoundError) as caught:
         client.moderations.create(input="x")
     assert caught.value.code == "route_not_found"
-    with httpx.Client(trust_env=False) as http:
+    with httpx.Client(trust_env=False, verify=False) as http:
         wrong = http.get(f"{gateway.url}/v1/chat/completions")
         assert (wrong.status_code, wrong.json()["error"]["code"]) == (405, "method_not_allowed")
         assert http.delete(f"{gateway.url}/status").status_code == 405

@@ -63,7 +63,7 @@ class RealLlama:
         The real server closes the connection after a streamed answer without saying so, so reuse is a race.
         """
         limits = httpx.Limits(max_keepalive_connections=0)
-        return httpx.AsyncClient(base_url=self.base_url, trust_env=False, timeout=60, limits=limits)
+        return httpx.AsyncClient(base_url=self.base_url, trust_env=False, verify=False, timeout=60, limits=limits)
 
     async def get(self, path: str) -> httpx.Response:
         async with self.client() as client:
@@ -150,7 +150,7 @@ def start_real(**params: Any) -> Iterator[RealLlama]:
 
 def _healthy(base_url: str) -> bool:
     try:
-        return httpx.get(f"{base_url}/health", trust_env=False, timeout=5).status_code == 200
+        return httpx.get(f"{base_url}/health", trust_env=False, verify=False, timeout=5).status_code == 200
     except httpx.HTTPError:
         return False
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 import fcntl
 import hashlib
 import os
+import shlex
 import shutil
 import struct
 import subprocess
@@ -195,8 +196,11 @@ class Builder:
             if (real / name).exists():
                 (home / name).symlink_to(real / name)
         # Without pip's cache: what lies there may have been built with other settings, and ours is for nobody else.
+        once = work / "once"
+        once.mkdir()
+        compiler = shlex.join([sys.executable, str(HERE / "headers_once.py"), self.cxx, str(once)])
         run([*pip, "wheel", "--no-cache-dir", "--no-deps", "--no-binary", "pycuda", "-w", work / "wheels", *more,
-             f"pycuda=={PYCUDA}"], HOME=str(home),
+             f"pycuda=={PYCUDA}"], HOME=str(home), CC=compiler, CXX=compiler,
             XDG_CONFIG_HOME=os.environ.get("XDG_CONFIG_HOME", str(real / ".config")))
         return next((work / "wheels").glob("*.whl"))
 

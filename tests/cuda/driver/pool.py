@@ -38,7 +38,7 @@ class _Child:
     def __init__(self, driver: Path, site: Path) -> None:
         ours, theirs = socket.socketpair()
         self.stderr = tempfile.TemporaryFile()  # noqa: SIM115 - closed by close()
-        environment = dict(os.environ, PYTHONPATH=str(ROOT), PYTHONDONTWRITEBYTECODE="1")
+        environment = dict(os.environ, PYTHONPATH=str(ROOT))
         environment.pop("LD_LIBRARY_PATH", None)
         with theirs:
             self.process = subprocess.Popen(
