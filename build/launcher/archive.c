@@ -152,7 +152,8 @@ void archive_delete(int at, const char *name) {
             archive_delete(fd, entry->d_name);
     if (folder != NULL)
         closedir(folder);
-    unlinkat(at, name, AT_REMOVEDIR);
+    if (unlinkat(at, name, AT_REMOVEDIR) < 0 && errno == ENOTDIR) /* somebody put a file or a link there */
+        unlinkat(at, name, 0);
 }
 
 void archive_count(int folder, uint64_t *files, uint64_t *bytes) {

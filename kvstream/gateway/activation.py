@@ -32,10 +32,10 @@ def take_sockets(environ: MutableMapping[str, str]) -> list[socket.socket]:
     """
     pid, count = environ.pop("LISTEN_PID", ""), environ.pop("LISTEN_FDS", "")
     environ.pop("LISTEN_FDNAMES", None)
-    if pid != str(os.getpid()) or not count.isdecimal() or int(count) == 0:
+    if pid != str(os.getpid()) or not count.isdecimal() or count == "0":
         return []
-    if int(count) > FDS_MAX:
-        raise ConfigError(f"systemd hands over {count} sockets; KVStream takes at most {FDS_MAX}")
+    if len(count) > len(str(FDS_MAX)) or int(count) > FDS_MAX:
+        raise ConfigError(f"systemd hands over {count[:20]} sockets; KVStream takes at most {FDS_MAX}")
     fds = range(FIRST_FD, FIRST_FD + int(count))
     try:
         for fd in fds:

@@ -1,7 +1,8 @@
 """What the manager that started us is told: systemd's notification protocol, which needs no library.
 
 One datagram of lines ``NAME=value`` per message, to the Unix socket in ``NOTIFY_SOCKET`` (a leading ``@`` means an
-abstract name). Sending never waits and never fails: a message that cannot be sent now goes with the next one.
+abstract name). Sending never waits and never fails: a message that cannot be sent now goes with the next one. systemd
+ignores all of a message that is longer than 4096 bytes, and a status names what others named: lines are cut.
 """
 
 from __future__ import annotations
@@ -10,7 +11,8 @@ import os
 import socket
 from collections.abc import MutableMapping
 
-UNSENT_MAX = 16
+LINE_BYTES_MAX = 1000
+USEC_DIGITS_MAX = 18
 
 
 class Notifier:
@@ -19,7 +21,7 @@ class Notifier:
     def __init__(self, path: str = "", watchdog_s: float | None = None) -> None:
         self._path = "\0" + path[1:] if path.startswith("@") else path
         self.watchdog_s = watchdog_s if path else None
-        self._unsent: list[str] = []
+        self._unsent: dict[str, str] = {}
 
     def __bool__(self) -> bool:
         return bool(self._path)
@@ -28,14 +30,23 @@ class Notifier:
         """Send ``lines`` in one message, together with what could not be sent before."""
         if not self._path:
             return
-        lines = (*self._unsent, *(" ".join(line.split()) for line in lines))
-        self._unsent = []
+        for line in lines:  # of each name the last, in the order in which they were said: of READY=1 and RELOADING=1
+            name = line.partition("=")[0]  # systemd takes the last, too
+            self._unsent.pop(name, None)
+            self._unsent[name] = " ".join(line.split())
+        message = b"\n".join(map(_short, self._unsent.values()))
         try:
             with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as sock:
                 sock.setblocking(False)
-                sock.sendto("\n".join(lines).encode(), self._path)
-        except OSError:
-            self._unsent = list(lines)[-UNSENT_MAX:]
+                sock.sendto(message, self._path)
+        except (OSError, ValueError):  # ValueError: a path with a 0 in it
+            return
+        self._unsent = {}
+
+
+def _short(line: str) -> bytes:
+    """Names of files may be no UTF-8, and then are no reason to fail."""
+    return line.encode("utf-8", "replace")[:LINE_BYTES_MAX].decode("utf-8", "ignore").encode()
 
 
 def take_notifier(environ: MutableMapping[str, str]) -> Notifier:
@@ -45,5 +56,5 @@ def take_notifier(environ: MutableMapping[str, str]) -> Notifier:
     usec, pid = environ.pop("WATCHDOG_USEC", ""), environ.pop("WATCHDOG_PID", "")
     if not path.startswith(("/", "@")) or len(path) < 2 or not hasattr(socket, "AF_UNIX"):
         return Notifier()
-    ours = pid in ("", str(os.getpid()))
-    return Notifier(path, int(usec) / 1e6 if ours and usec.isdecimal() and int(usec) > 0 else None)
+    ours = pid in ("", str(os.getpid())) and usec.isdecimal() and len(usec) <= USEC_DIGITS_MAX
+    return Notifier(path, int(usec) / 1e6 if ours and int(usec) > 0 else None)

@@ -126,3 +126,13 @@ def test_holes_in_a_home_are_noticed(make: Make, launchers: Launchers, tmp_path:
     (cache / file.digest / "_internal" / "empty").unlink()
     assert file.run(KVSTREAM_CACHE_DIR=cache).returncode == 0
     assert (cache / file.digest / "_internal" / "empty").exists() and names(cache) == {file.digest}
+
+
+def test_what_stands_in_the_way_goes(make: Make, tmp_path: Path) -> None:
+    file, cache = make(), tmp_path / "cache"
+    cache.mkdir(mode=0o700)
+    (tmp_path / "elsewhere").mkdir()
+    (cache / file.digest).symlink_to(tmp_path / "elsewhere")
+    assert file.run(KVSTREAM_CACHE_DIR=cache).returncode == 0
+    assert names(cache) == {file.digest} and not (cache / file.digest).is_symlink()
+    assert (tmp_path / "elsewhere").is_dir()

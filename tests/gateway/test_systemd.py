@@ -75,7 +75,7 @@ def test_what_is_taken_from_the_environment_is_no_childs() -> None:
     environ = {"NOTIFY_SOCKET": "/run/x", "WATCHDOG_USEC": "3000000", "WATCHDOG_PID": str(os.getpid()), "A": "b"}
     notifier = take_notifier(environ)
     assert environ == {"A": "b"} and notifier and notifier.watchdog_s == 3.0
-    for usec, pid in (("3000000", "1"), ("0", ""), ("x", ""), ("", "")):
+    for usec, pid in (("3000000", "1"), ("0", ""), ("x", ""), ("", ""), ("9" * 5000, ""), ("-3", "")):
         notifier = take_notifier({"NOTIFY_SOCKET": "@x", "WATCHDOG_USEC": usec, "WATCHDOG_PID": pid})
         assert notifier and notifier.watchdog_s is None
     for path in ("", "vsock:2:1", "@", "relative"):
@@ -91,6 +91,36 @@ def test_what_could_not_be_sent_goes_with_the_next(tmp_path: Path) -> None:
         sock.setblocking(False)
         notifier.tell("WATCHDOG=1")
         assert heard(sock) == ["READY=1", "STATUS=a b", "WATCHDOG=1"]
+
+
+def test_no_word_from_outside_stops_a_message(tmp_path: Path) -> None:
+    """systemd ignores messages beyond 4096 bytes, READY=1 in them too; a name of a file need not be UTF-8."""
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as sock:
+        sock.bind(str(tmp_path / "notify"))
+        sock.setblocking(False)
+        notifier = Notifier(str(tmp_path / "notify"))
+        notifier.tell("READY=1", "STATUS=" + "é" * 500_000, "WATCHDOG=1")
+        message = sock.recv(1 << 20).decode()
+        assert len(message) < 4096 and message.startswith("READY=1\nSTATUS=éé") and message.endswith("é\nWATCHDOG=1")
+        notifier.tell("STATUS=the configuration was refused: jos\udce9.toml: no such key")
+        assert heard(sock) == ["STATUS=the configuration was refused: jos?.toml: no such key"]
+    Notifier("/a\0b").tell("READY=1")
+
+
+def test_ready_is_not_lost_while_nobody_listens(tmp_path: Path) -> None:
+    notifier = Notifier(str(tmp_path / "notify"))
+    notifier.tell("READY=1", "STATUS=starting")
+    for n in range(50):
+        notifier.tell("WATCHDOG=1", f"STATUS={n}")
+    notifier.tell("RELOADING=1")
+    notifier.tell("READY=1")
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as sock:
+        sock.bind(str(tmp_path / "notify"))
+        sock.setblocking(False)
+        notifier.tell("WATCHDOG=1")
+        assert heard(sock) == ["STATUS=49", "RELOADING=1", "READY=1", "WATCHDOG=1"]
+        notifier.tell("WATCHDOG=1")
+        assert heard(sock) == ["WATCHDOG=1"]
 
 
 def test_an_abstract_socket() -> None:
