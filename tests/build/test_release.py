@@ -132,6 +132,8 @@ def test_sha256sum_reads_the_sums(tmp_path: Path) -> None:
     (tmp_path / "kvstream.pyz").write_bytes(b"one")
     (tmp_path / "LICENSE").write_bytes(b"two")
     release.sums(tmp_path)
+    names = [line.split("  ")[1] for line in (tmp_path / release.SUMS).read_text("utf-8").splitlines()]
+    assert names == ["LICENSE", "kvstream.pyz"]  # without folders: they are downloaded to other ones
     check = ["sha256sum", "--check", "--strict", release.SUMS]
     assert subprocess.run(check, cwd=tmp_path, capture_output=True).returncode == 0
     (tmp_path / "LICENSE").write_bytes(b"three")
