@@ -81,7 +81,11 @@ class Commands(click.Group):
     """The command group; the one place where errors become exit codes."""
 
     def main(self, *args: Any, **options: Any) -> Any:
-        return super().main(*args, **{"complete_var": COMPLETE_VARIABLE, **options})
+        try:
+            return super().main(*args, **{"complete_var": COMPLETE_VARIABLE, **options})
+        except OSError as error:  # click writes help, and its own messages, outside of invoke
+            click.echo(f"kvstream: cannot write: {error.strerror or error}", err=True)
+            sys.exit(1)
 
     def invoke(self, ctx: click.Context) -> Any:
         try:

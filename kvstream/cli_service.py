@@ -38,7 +38,7 @@ def print_(what: str, user: bool, config: Path | None) -> None:
 
     if what == "unit":
         places = made.Places(user)
-        config = places.config if config is None else config.absolute()
+        config = places.config if config is None else made.from_here(config)
         click.echo(made.unit(made.program(user=user).command, config, user=user), nl=False)
     else:
         click.echo(made.text_of("kvstream.socket" if what == "socket" else f"{what}.conf"), nl=False)
@@ -70,9 +70,13 @@ def install(user: bool, config: Path | None, socket: bool, gpu: bool, lan: bool,
         raise ConfigError("--gpu, --lan and --root are for a system service; a user's has none of what they open")
     if start and root != Path("/"):
         raise ConfigError("--start: what is in an image cannot be started here")
-    installer = made.plan(made.Places(user, root.absolute()), config, template=config_show.commented_toml(),
-                          socket=socket, gpu=gpu, lan=lan, force=force)
-    installer.check()
+    places = made.Places(user, made.from_here(root))
+    try:
+        installer = made.plan(places, config, template=config_show.commented_toml(), socket=socket, gpu=gpu, lan=lan,
+                              force=force)
+        installer.check()
+    except OSError as error:
+        raise made.cannot(places, error) from error
     installer.write()
     for line in installer.done:
         click.echo(line)

@@ -54,7 +54,21 @@ class Places:
 
 
 def _xdg_config() -> Path:
-    return Path(os.environ.get("XDG_CONFIG_HOME", "") or Path.home() / ".config")
+    named = os.environ.get("XDG_CONFIG_HOME", "")
+    if named:
+        return Path(named)
+    try:
+        return Path.home() / ".config"
+    except RuntimeError as error:  # a user without a line in /etc/passwd, and no HOME
+        raise ConfigError("this user has no home folder: set HOME, or XDG_CONFIG_HOME") from error
+
+
+def from_here(path: Path) -> Path:
+    """``path``, absolute. *Errors*: ``ConfigError`` where what it is relative to is gone."""
+    try:
+        return path.absolute()
+    except FileNotFoundError as error:
+        raise ConfigError(f"{path}: the folder that this is meant from is gone; give the whole path") from error
 
 
 def unit(command: Sequence[str], config: Path, *, user: bool = False) -> str:
@@ -68,14 +82,25 @@ def unit(command: Sequence[str], config: Path, *, user: bool = False) -> str:
         head = re.sub(r"(?m)^(After|Wants)=network-online.target\n", "", head)
         head = head.replace("systemctl edit", "systemctl --user edit")
         text = head + install
-    program = " ".join(word(part) for part in command)
+    check_words(command[0], (*command, str(config)))
+    program = " ".join((word(command[0], program=True), *(word(part) for part in command[1:])))
     text = text.replace(f"={PROGRAM} ", f"={program} ").replace(f" --config {CONFIG}", f" --config {word(str(config))}")
     return text.replace(f"=-{VARIABLES}", f"=-{_escaped(str(config.with_name('kvstream.env')))}")
 
 
-def word(text: str) -> str:
-    """One word of an ExecStart line."""
-    text = _escaped(text).replace("$", "$$")
+def check_words(program: str, words: Sequence[str]) -> None:
+    """*Errors*: ``ConfigError`` for what cannot be said in a unit: systemd takes no program with a quote or a backslash
+    in its name, however it is written, and its lines are UTF-8."""
+    for each in words:
+        if not each.isprintable() or (each == program and re.search(r"[\"'\\]", each)):
+            raise ConfigError(f"{each!a}: systemd cannot take a path with such characters; rename it")
+
+
+def word(text: str, *, program: bool = False) -> str:
+    """One word of an ExecStart line. In the first, the ``program``, no variables are looked for."""
+    text = _escaped(text)
+    if not program:
+        text = text.replace("$", "$$")
     if re.fullmatch(r"[\w./:@%+,=$~-]+", text):
         return text
     return '"' + text.replace("\\", "\\\\").replace('"', '\\"') + '"'
@@ -168,8 +193,13 @@ class Installer:
                 new.replace(path)
                 self.done.append(f"{path}: " + (f"copied from {content}" if isinstance(content, Path) else "written"))
         except OSError as error:
-            hint = "" if self.places.user else "; a system service is installed by root (sudo), --user needs no rights"
-            raise KVStreamError(f"cannot write {error.filename}: {error.strerror}{hint}") from error
+            raise cannot(self.places, error) from error
+
+
+def cannot(places: Places, error: OSError) -> KVStreamError:
+    """A file that cannot be looked at, or written, in a sentence."""
+    hint = "" if places.user else "; a system service is installed by root (sudo), --user needs no rights"
+    return KVStreamError(f"cannot write {error.filename}: {error.strerror}{hint}")
 
 
 def _is(path: Path, content: str | Path) -> bool:
@@ -196,7 +226,7 @@ def plan(places: Places, config: Path | None, *, template: str, socket: bool = F
         if not places.on_disk(config).exists():
             installer.add(places.on_disk(config), template)
     else:
-        config = config.absolute()
+        config = from_here(config)
         if not places.on_disk(config).is_file():
             raise ConfigError(f"--config: there is no file {config}")
         if not places.user and hidden_from_service(config):

@@ -247,3 +247,59 @@ def test_a_warning_where_less_may_be_locked_than_is_pinned() -> None:
 def test_a_missing_configuration_is_a_configuration_error(executable: Path, tmp_path: Path) -> None:
     with pytest.raises(ConfigError):
         service.plan(service.Places(False, tmp_path), Path("/none"), template="")
+
+
+@posix
+@pytest.mark.parametrize("name", ['q"uote', "ap'os", "back\\slash", "new\nExecStartPre=x", "jos\udce9"])
+def test_a_program_that_systemd_could_not_start_is_refused(executable: Path, name: str) -> None:
+    with pytest.raises(ConfigError, match="rename it"):
+        service.unit((f"/opt/{name}",), Path("/k.toml"))
+    if name.isprintable():
+        assert service.unit(("/opt/python3", f"/opt/{name}"), Path("/k.toml"))
+    else:
+        with pytest.raises(ConfigError, match="rename it"):
+            service.unit(("/opt/k",), Path(f"/{name}"))
+
+
+@analyze
+def test_a_dollar_in_the_name_of_the_program(tmp_path: Path) -> None:
+    file = tmp_path / "a$b ${HOME} 5%n"
+    file.write_bytes(Path("/bin/true").read_bytes())
+    file.chmod(0o755)
+    (tmp_path / "kvstream.service").write_text(service.unit((str(file),), tmp_path / "$x.toml"), "utf-8")
+    done = subprocess.run(["systemd-analyze", "--man=no", "verify", tmp_path / "kvstream.service"], capture_output=True,
+                          text=True, check=False)
+    assert "not executable" not in done.stderr
+    assert "$$x.toml" in (tmp_path / "kvstream.service").read_text("utf-8")
+
+
+def test_what_is_in_the_way_of_the_unit_is_said(executable: Path, tmp_path: Path) -> None:
+    (tmp_path / "image" / "etc" / "systemd" / "system" / "kvstream.service").mkdir(parents=True)
+    done = run("install", "--root", str(tmp_path / "image"))
+    assert done.exit_code == 1 and "kvstream.service: Is a directory" in done.output
+    assert "internal error" not in done.output
+
+
+@posix
+def test_nobodys_home_and_a_folder_that_is_gone(executable: Path, tmp_path: Path,
+                                                monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "gone").mkdir()
+    monkeypatch.chdir(tmp_path / "gone")
+    (tmp_path / "gone").rmdir()
+    done = run("install", "--user", "--config", "k.toml")
+    assert done.exit_code == cli.ConfigFailure.exit_code and "k.toml: the folder that this is meant from" in done.output
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("XDG_CONFIG_HOME")
+    monkeypatch.setattr(Path, "home", lambda: (_ for _ in ()).throw(RuntimeError("no home")))
+    monkeypatch.delenv("XDG_STATE_HOME", raising=False)
+    for words in (["service", "print", "--user"], ["cache", "ls"]):
+        done = CliRunner().invoke(cli.main, words)
+        assert done.exit_code == cli.ConfigFailure.exit_code and "has no home folder" in done.output
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="/dev/full is Linux's")
+def test_a_full_disk_is_said_without_a_traceback() -> None:
+    with Path("/dev/full").open("w", encoding="utf-8") as full:
+        done = subprocess.run([sys.executable, "-m", "kvstream", "--help"], stdout=full, stderr=subprocess.PIPE,
+                              text=True, check=False)
+    assert done.returncode and done.stderr.startswith("kvstream: cannot write: No space") and "File" not in done.stderr
