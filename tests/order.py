@@ -13,6 +13,7 @@ LONG_FIRST = (
     "cuda/test_plan_machine.py", "gateway/test_config_effects.py", "gateway/test_case_preempt.py",
     "gateway/test_case_streams.py", "gateway/test_http_observed.py", "gateway/test_case_queue.py",
     "bench/test_kvgpu.py", "bench/test_kv.py", "bench/test_show.py", "cuda/test_policy.py",
+    "build/test_executable.py",
     "cuda/test_streaming_pycuda.py", "cuda/test_streaming_random.py", "cuda/test_kernels_planted.py",
     "cuda/test_kernels_attend.py", "cuda/test_kernels_wide.py", "cuda/test_kernels_write.py",
     "cuda/test_streaming_wide.py", "cuda/test_faults.py", "cuda/test_streaming.py", "cuda/test_driver.py",

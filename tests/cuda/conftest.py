@@ -17,26 +17,15 @@ import os
 import signal
 import subprocess
 import sys
-import tempfile
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
 from tests.cuda import ledger
 from tests.cuda.driver.build import Builder, NothingToBuildWith
-from tests.cuda.driver.pool import ROOT, Simulated
+from tests.cuda.driver.pool import ROOT, Simulated, cache_folder
 
 BUILD = pytest.StashKey[subprocess.Popen[bytes]]()
-
-
-def cache_folder(config: pytest.Config) -> Path:
-    named = os.environ.get("KVSTREAM_CUDA_CACHE")
-    if named:
-        return Path(named)
-    if config.pluginmanager.hasplugin("cacheprovider"):
-        return config.cache.mkdir("cuda")
-    return Path(tempfile.gettempdir()) / f"kvstream-cuda-{os.getuid()}"
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:

@@ -16,11 +16,22 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from tests.cuda import ledger
 from tests.cuda.driver.build import Builder
 from tests.cuda.driver.control import schedules
 
 ROOT = Path(__file__).resolve().parents[3]
+
+
+def cache_folder(config: pytest.Config) -> Path:
+    named = os.environ.get("KVSTREAM_CUDA_CACHE")
+    if named:
+        return Path(named)
+    if config.pluginmanager.hasplugin("cacheprovider"):
+        return config.cache.mkdir("cuda")
+    return Path(tempfile.gettempdir()) / f"kvstream-cuda-{os.getuid()}"
 
 
 class SceneFailed(AssertionError):
