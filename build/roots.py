@@ -76,7 +76,7 @@ class Root(Place):
         return there
 
     def enter(self, at: Path) -> None:
-        self.prefix = (CHROOT, f"--userspec={USER}:{USER}", str(at))
+        self.prefix = (CHROOT, f"--userspec={USER}:{USER}", str(at), "env", f"--chdir={self.inside(self.folder)}")
 
     def inside(self, path: Path) -> str:
         return f"/{path.relative_to(self.top)}" if path.is_relative_to(self.top) else str(path)
@@ -111,6 +111,7 @@ class Root(Place):
             subprocess.run(["umount", "--recursive", other], check=True)
 
 
+Row = dict[str, str | float]
 Act = Callable[[Root, str, argparse.Namespace], str]
 
 
@@ -162,17 +163,6 @@ def no_home(root: Root, _backend: str, _given: argparse.Namespace) -> str:
     return f"unpacked to {root.inside(place)}"
 
 
-def bench(root: Root, backend: str, _given: argparse.Namespace) -> str:
-    page, picture = root.folder / "bench.html", root.folder / "bench.svg"
-    with root.serving("--backend", "openai", "--backend-url", backend) as (_, port, _log):
-        done = root.run("bench", "--url", f"http://127.0.0.1:{port}", "--compare", backend, "--concurrency", "2",
-                        "--total-requests", "8", "--prompt-len", "16", "--output-len", "8", "--rounds", "2",
-                        "--plot", root.inside(picture), "--report", root.inside(page))
-    check(done.returncode == 0, done)
-    check(picture.read_text("utf-8").rstrip().endswith("</svg>") and "<svg" in page.read_text("utf-8"), "pictures")
-    return f"measured; a picture of {picture.stat().st_size} bytes, a page of {page.stat().st_size}"
-
-
 def https(root: Root, backend: str, _given: argparse.Namespace) -> str:
     """A backend behind TLS: refused while nobody vouches for its certificate, served once it is among those that the
     file brings (in a cache of its own: here nothing else is asked for certificates)."""
@@ -213,9 +203,9 @@ def too_new(root: Root, _backend: str, _given: argparse.Namespace) -> str:
 
 
 ACTS: tuple[Act, ...] = (
-    bare, smoke.first_start, smoke.parts, doctor, smoke.embedded, smoke.streamed, smoke.terminated,  # type: ignore
-    smoke.terminated_as_a_group, smoke.killed, smoke.twenty_times, smoke.odd_places, read_only, no_home,
-    smoke.six_first_starts, smoke.truncated, bench, https, without_proc, driver, too_new)
+    bare, smoke.first_start, smoke.parts, smoke.small_commands, doctor, smoke.embedded, smoke.streamed,
+    smoke.terminated, smoke.terminated_as_a_group, smoke.killed, smoke.twenty_times, smoke.odd_places, read_only,
+    no_home, smoke.six_first_starts, smoke.truncated, smoke.bench, https, without_proc, driver, too_new)
 
 
 # --- around it --------------------------------------------------------------------------------------------------------
@@ -267,7 +257,7 @@ def made(folder: Path, suite: str, mirror: str) -> Path:
     if not whole.exists():
         shutil.rmtree(lower, ignore_errors=True)
         folder.mkdir(parents=True, exist_ok=True)
-        words = ["debootstrap", "--variant=minbase", suite, lower, *([mirror] if mirror else [])]
+        words: list[str | Path] = ["debootstrap", "--variant=minbase", suite, lower, *([mirror] if mirror else [])]
         done = subprocess.run(words, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=1800)
         if done.returncode:
             sys.exit(f"debootstrap {suite}: {done.stdout[-2000:]}{done.stderr}")
@@ -287,7 +277,7 @@ def took_too_long(_signal: int, _frame: FrameType | None) -> None:
     raise Failed(f"not over after {ACT_S_MAX} s")
 
 
-def tried(root: Root, backend: str, given: argparse.Namespace) -> Iterator[dict[str, object]]:
+def tried(root: Root, backend: str, given: argparse.Namespace) -> Iterator[Row]:
     seen_by_acts = argparse.Namespace(model=root.model and Path(root.inside(root.model)), libcuda_absent=True)
     for act in ACTS:
         if given.only and act.__name__ not in given.only.split(","):
@@ -302,7 +292,7 @@ def tried(root: Root, backend: str, given: argparse.Namespace) -> Iterator[dict[
             result, seen = "FAILED", f"{type(error).__name__} {error}"
         finally:
             signal.alarm(0)
-        row = {"root": root.suite, "act": act.__name__.replace("_", " "), "result": result, "seen": seen,
+        row: Row = {"root": root.suite, "act": act.__name__.replace("_", " "), "result": result, "seen": seen,
                "seconds": round(time.monotonic() - began, 1)}
         print(f"{row['root']:9}{row['act']:23}{result:10}{row['seconds']:6.1f} s  {seen}", flush=True)
         yield row
@@ -331,7 +321,7 @@ def main() -> None:
     signal.signal(signal.SIGALRM, took_too_long)
     lowers = {suite: made(given.roots.resolve(), suite, given.mirror or apt_mirror())
               for suite in given.suites.split(",")}
-    port, rows = smoke.free_port(), []
+    port, rows = smoke.free_port(), list[Row]()
     canned = PROJECT / "tests" / "measure" / "canned_backend.py"
     backend = subprocess.Popen([sys.executable, canned, str(port), "--chunks", "8"], stdin=subprocess.DEVNULL)
     with tempfile.TemporaryDirectory(prefix="kvstream-roots-") as folder:
@@ -348,8 +338,8 @@ def main() -> None:
     report = {"file": str(given.file), "bytes": len(body), "sha256": hashlib.sha256(body).hexdigest(), "acts": rows}
     if given.json:
         given.json.write_text(json.dumps(report, indent=1) + "\n", "utf-8")
-    failed = sum(row["result"] == "FAILED" for row in rows)
-    print(f"{len(rows)} tried in {sum(float(str(row['seconds'])) for row in rows):.0f} s, {failed} failed")
+    failed = [row for row in rows if row["result"] == "FAILED"]
+    print(f"{len(rows)} tried in {sum(float(row['seconds']) for row in rows):.0f} s, {len(failed)} failed")
     sys.exit(1 if failed else 0)
 
 

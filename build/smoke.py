@@ -177,7 +177,7 @@ def small_commands(place: Place, _backend: str, _args: argparse.Namespace) -> st
     check("check-config" in place.run(**words).stdout, "completion")
     renamed = place.folder / "another name"
     shutil.copy(place.file, renamed)
-    done = subprocess.run([renamed], env=place.env(**words), capture_output=True, text=True, timeout=START_S_MAX)
+    done = place.run(file=renamed, **words)
     check("check-config" in done.stdout, done)
     return "doctor, help, licenses, check-config, completion (also when renamed)"
 
