@@ -49,7 +49,8 @@ SCHEMA = {
             "healthcheck": {"required": ["test"]},
             "read_only": {"type": "boolean"}, "pids_limit": {"type": "integer"},
             "stop_grace_period": {"type": "string", "pattern": r"^\d+s$"},
-            "restart": {"enum": ["no", "always", "on-failure", "unless-stopped"]},
+            "restart": {"type": "string", "pattern": r"^(no|always|unless-stopped|on-failure(:\d+)?)$"},
+            "pull_policy": {"enum": ["always", "never", "missing", "build"]},
             "ulimits": {"type": "object"}, "deploy": {"required": ["resources"]},
         }}},
     },
@@ -208,3 +209,13 @@ def test_grafana_does_not_start_without_a_password(password: str, code: int) -> 
     done = subprocess.run(words, env={"GF_SECURITY_ADMIN_PASSWORD": password}, capture_output=True, text=True)
     assert done.returncode == code, done
     assert ("KVSTREAM_GRAFANA_PASSWORD is not set" in done.stderr) == (not password)
+
+
+def test_grafana_does_not_say_so_for_ever() -> None:
+    assert re.fullmatch(r"no|on-failure:\d", SERVICES["grafana"]["restart"])
+
+
+def test_an_image_that_is_built_is_asked_of_no_registry() -> None:
+    """`up` builds it, from cache if nothing is new: so after an upgrade nobody runs the old one."""
+    assert {name: service.get("pull_policy") for name, service in SERVICES.items() if "build" in service} == {
+        "kvstream": "build"}
