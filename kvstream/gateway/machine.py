@@ -6,6 +6,7 @@ What a platform does not offer is None; only Linux shows other processes' comman
 from __future__ import annotations
 
 import os
+import signal
 import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -69,6 +70,23 @@ def started(pid: int, proc: Path = Path("/proc")) -> int | None:
         return int(words[19])
     except (OSError, ValueError, IndexError):
         return None
+
+
+def takes_hangup(pid: int, proc: Path = Path("/proc")) -> bool | None:
+    """Whether a process is a KVStream that serves, by its command line, and catches SIGHUP: others die of it. None when
+    that cannot be seen."""
+    try:
+        status = (proc / str(pid) / "status").read_text("utf-8", "replace")
+        caught = int(status.partition("\nSigCgt:")[2].split()[0], 16) >> (signal.SIGHUP - 1) & 1
+    except (OSError, ValueError, IndexError):
+        return None
+    words = _words(proc / str(pid) / "cmdline")
+    try:
+        words[:1] = [*words[:1], str((proc / str(pid) / "exe").readlink())]  # a file under another name
+    except OSError:
+        pass
+    commands = [number for number, each in enumerate(words) if each in ("serve", "demo")]
+    return bool(caught and commands and any("kvstream" in each.lower() for each in words[:commands[0]]))
 
 
 def llama_flags(port: int, proc: Path = Path("/proc")) -> ServerFlags | None:

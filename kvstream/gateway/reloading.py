@@ -11,7 +11,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from ..errors import ConfigError, KVStreamError
-from .machine import started
+from .machine import started, takes_hangup
 from .statusview import fetch, open_client
 
 OUTCOME_S_MAX = 20.0  # a file that is written all the time is read after a second; lanes open at once
@@ -27,6 +27,8 @@ def reload_running(url: str, key: str, pid: int | None) -> Iterator[str]:
     hangup = getattr(signal, "SIGHUP", None)
     if hangup is None:
         raise KVStreamError("there is no SIGHUP on this system; server.reload = 'auto' reads a changed file anyway")
+    if pid is not None:
+        _refuse_stranger(pid)
     with open_client(url, key) as client:
         try:
             snapshot = fetch(client)
@@ -34,6 +36,9 @@ def reload_running(url: str, key: str, pid: int | None) -> Iterator[str]:
         except KVStreamError as error:
             if pid is None:
                 raise
+            if takes_hangup(pid) is None:
+                raise KVStreamError(f"what process {pid} is cannot be seen here, and SIGHUP kills most programs; "
+                                    f"{error.message[0].lower() + error.message[1:]}") from error
             _send(pid, hangup)
             raise KVStreamError(f"process {pid} was asked to reload; what came of it is in its log, since "
                                 f"{error.message[0].lower() + error.message[1:]}") from error
@@ -69,6 +74,8 @@ def _process(snapshot: Mapping[str, Any], url: str, wanted: int | None) -> int:
         raise KVStreamError(f"{url} does not say which process it is")
     if wanted is not None and wanted != pid:
         raise KVStreamError(f"{url} is another KVStream, process {pid}; say with --url where process {wanted} listens")
+    if wanted is not None and None not in (began, started(pid)) and began != started(pid):
+        raise KVStreamError(f"{url} is another KVStream, process {pid} of another system or container")
     if wanted is None and not (_is_here(url) and began is not None and began == started(pid)):
         raise KVStreamError(f"the KVStream at {url} is not a process of this machine that can be seen from here; "
                             "run this where it runs, or name its process with --pid")
@@ -83,7 +90,15 @@ def _is_here(url: str) -> bool:
         return host == "localhost"
 
 
-def _send(pid: int, number: signal.Signals) -> None:
+def _refuse_stranger(pid: int) -> None:
+    """*Errors*: ``KVStreamError`` for a process that can be seen and is no KVStream, or that is gone."""
+    _send(pid, 0)
+    if takes_hangup(pid) is False:
+        raise KVStreamError(f"process {pid} is not a KVStream that serves (by its command line, and whether it catches "
+                            "SIGHUP, which kills other programs); nothing was sent")
+
+
+def _send(pid: int, number: int) -> None:
     try:
         os.kill(pid, number)
     except ProcessLookupError as error:

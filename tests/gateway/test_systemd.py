@@ -27,7 +27,7 @@ from kvstream.gateway import activation, reloading
 from kvstream.gateway.activation import at_address, take_sockets
 from kvstream.gateway.embedded import EmbeddedSnapshot
 from kvstream.gateway.engine import Engine
-from kvstream.gateway.machine import started
+from kvstream.gateway.machine import started, takes_hangup
 from kvstream.gateway.notify import Notifier, take_notifier
 from kvstream.gateway.pulse import Pulse
 from kvstream.gateway.supervision import Supervision
@@ -399,7 +399,8 @@ async def test_a_process_under_systemd(listener: socket.socket, tmp_path: Path) 
 
 async def test_reload_meets_no_stranger(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     sent: list[int] = []
-    monkeypatch.setattr(reloading.os, "kill", lambda pid, number: sent.append(pid))
+    monkeypatch.setattr(reloading.os, "kill", lambda pid, number: sent.append(pid) if number else None)
+    monkeypatch.setattr(reloading, "takes_hangup", lambda pid: None if pid == 78 else pid != 79)
     monkeypatch.setattr(reloading, "OUTCOME_S_MAX", 0.3)
     async with reloading_gateway(tmp_path) as gw:
         async def reload(pid: int | None, url: str = gw.gateway.url) -> Any:
@@ -412,10 +413,19 @@ async def test_reload_meets_no_stranger(tmp_path: Path, monkeypatch: pytest.Monk
             await reload(77, "http://127.0.0.1:9")
         assert sent == [os.getpid() + 1, 77]
         sent.clear()
+        with pytest.raises(KVStreamError, match=r"process 79 is not a KVStream that serves.*nothing was sent"):
+            await reload(79)
+        for url in (gw.gateway.url, "http://127.0.0.1:9"):
+            with pytest.raises(KVStreamError, match="what process 78 is cannot be seen here"):
+                await reload(78, url)
+        assert sent == []
         monkeypatch.setattr(reloading, "started", lambda pid: 1)  # as seen from another pid namespace
         with pytest.raises(KVStreamError, match="not a process of this machine"):
             await reload(None)
-        assert sent == []
+        with pytest.raises(KVStreamError, match="of another system or container"):
+            await reload(os.getpid())
+        assert sent == [os.getpid()]  # it is one: it was asked
+        sent.clear()
         monkeypatch.setattr(reloading, "started", started)
         with pytest.raises(KVStreamError, match="said nothing"):
             await reload(None)
@@ -424,3 +434,25 @@ async def test_reload_meets_no_stranger(tmp_path: Path, monkeypatch: pytest.Monk
                         lambda: gw.gateway.config.server.reload == "off")
         with pytest.raises(KVStreamError, match=r"its server\.reload is off"):
             await reload(None)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="/proc")
+def test_what_dies_of_sighup_is_not_sent_it() -> None:
+    """By a name, or by a handler alone, nobody is taken for a KVStream."""
+    catch = "import signal, time; signal.signal(signal.SIGHUP, lambda *_: None); print(flush=True); time.sleep(60)"
+    wait = "import time; print(flush=True); time.sleep(60)"
+    for code, words, may in ((wait, ["kvstream", "serve"], False), (catch, ["other", "serve"], False),
+                             (catch, ["kvstream", "bench"], False), (catch, ["/x/kvstream.pyz", "serve", "-"], True)):
+        with subprocess.Popen([sys.executable, "-c", code, *words], stdout=subprocess.PIPE, cwd="/") as process:
+            try:
+                assert process.stdout is not None and process.stdout.readline()
+                if "kvstream" in os.path.realpath(sys.executable):
+                    pytest.skip("this Python lies in a folder of that name")
+                assert takes_hangup(process.pid) is may
+                if not may:
+                    with pytest.raises(KVStreamError, match="nothing was sent"):
+                        list(reloading.reload_running("http://127.0.0.1:9", "", process.pid))
+                    assert process.poll() is None
+            finally:
+                process.kill()
+    assert takes_hangup(process.pid) is None
