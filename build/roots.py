@@ -165,7 +165,8 @@ def no_home(root: Root, _backend: str, _given: argparse.Namespace) -> str:
 
 def https(root: Root, backend: str, _given: argparse.Namespace) -> str:
     """A backend behind TLS: refused while nobody vouches for its certificate, served once it is among those that the
-    file brings (in a cache of its own: here nothing else is asked for certificates)."""
+    file brings (nothing else is asked for certificates). The launcher would make the changed folder anew, so what was
+    unpacked is started without it."""
     cache = root.folder / "https"
     with behind_tls(root.folder, int(backend.rpartition(":")[2])) as (port, certificate):
         words = ("--backend", "openai", "--backend-url", f"https://127.0.0.1:{port}")
@@ -173,7 +174,9 @@ def https(root: Root, backend: str, _given: argparse.Namespace) -> str:
             smoke.wait_for(lambda: "CERTIFICATE_VERIFY_FAILED" in log.read_text("utf-8"), smoke.START_S_MAX, log)
         with next(cache.glob("*/_internal/certifi/cacert.pem")).open("a", encoding="utf-8") as known:
             known.write(certificate.read_text("utf-8"))
-        with root.serving(*words, KVSTREAM_CACHE_DIR=root.inside(cache)) as (_, at, log):
+        unpacked = copy.copy(root)
+        unpacked.file = next(cache.glob("*/kvstream"))
+        with unpacked.serving(*words) as (_, at, log):
             check(" token" in Stream(at).rest(), "no token")
     shutil.rmtree(cache)
     return "an unknown certificate is refused and said; a known one: a stream to its end"
