@@ -277,11 +277,11 @@ class _Check:
         return await self.upstream.request(call, timeout_s=max(CHECK_S_MOST, self.settings.check_s_max))
 
     async def _save(self, slot: int) -> SlotDone:
-        done = await self._done(self.calls.save(slot, self.name))
+        done = await self._done(self.calls.save(slot, self.name), saves=True)
         self.file_bytes = done.bytes
         return done
 
-    async def _done(self, call: HttpCall) -> SlotDone:
+    async def _done(self, call: HttpCall, *, saves: bool = False) -> SlotDone:
         self._go_on()
         done = self.calls.read_done(await self._ask(call))
         if isinstance(done, SlotDone):
@@ -290,7 +290,8 @@ class _Check:
             raise _Stop(f"it saves no slots ({done.message})", (NO_MEDIA_FLAG,))
         if done.status == 501:
             raise _Stop(NO_PATH, (SAVE_PATH_FLAG,))
-        raise _Stop(f"a slot call failed: {done.message}", settled=done.status < 500)
+        room = await self.place.room() if saves else ""
+        raise _Stop(f"a slot call failed: {done.message}{room}", settled=done.status < 500)
 
     async def _read(self, prompt: list[int], slot: int) -> PromptWork:
         self._go_on()

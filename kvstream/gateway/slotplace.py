@@ -5,6 +5,7 @@ Looking at files takes a thread, so none of it belongs under a deadline that cou
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
@@ -50,6 +51,14 @@ class SlotPlace:
             with trio.move_on_after(REMOVE_S_MAX) as scope, suppress(OSError, ValueError):
                 scope.shield = True
                 await trio.Path(self.folder, name).unlink(missing_ok=True)
+
+    async def room(self) -> str:
+        """Where a server that cannot save tried to, and what is free there: it does not say itself. *Errors*: none."""
+        try:
+            usage = await trio.to_thread.run_sync(shutil.disk_usage, self.folder) if self.folder else None
+        except (OSError, ValueError):
+            return ""
+        return "" if usage is None else f" (in {self.folder}, where {usage.free / 2**20:,.0f} MiB are free)"
 
     async def model_facts(self, path: str) -> Mapping[str, str]:
         """Size and time of the model's file, in words, and where it is if the server does not tell that in full;

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 from pathlib import Path
 
 import pytest
@@ -37,6 +38,19 @@ async def test_a_wrong_inject_dir_is_said_once_and_leaves_one_file(
         caplog.clear()
         await check(runtime, dir=str(slots))
         assert not caplog.records and [path.name for path in slots.iterdir()] == ["kvstreamcheck.kv"]
+
+
+async def test_a_server_that_cannot_save_has_its_folder_and_the_room_there_named(
+        autojump_clock: object, tmp_path: Path) -> None:
+    """llama.cpp says no more than that it was unable to, on a full disk too."""
+    async with open_runtime(slots_dir=str(tmp_path), disk_bytes=100) as runtime:
+        found = await check(runtime, dir=str(tmp_path))
+        assert found.mode == "soft" and not found.settled
+        assert re.fullmatch(
+            rf"a slot call failed: Unable to save slot \(in {tmp_path}, where [\d,]+ MiB are free\)", found.why)
+        away = await check(runtime)
+        assert away.why == "a slot call failed: Unable to save slot"
+        assert (await check(runtime, dir=str(tmp_path / "gone"))).why == away.why
 
 
 def test_gc_removes_what_checks_left(tmp_path: Path) -> None:
