@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import io
 import json
+import re
 import socket
 import subprocess
 import sys
@@ -421,10 +422,11 @@ def test_texts_from_the_server_cannot_steer_the_terminal() -> None:
 def test_nothing_answers() -> None:
     with Fake() as closed:
         url = closed.url
-    for command in (["status"], ["status", "--json"], ["health"]):
+    for command in (["status"], ["status", "--json"], ["status", "--watch"], ["health"], ["reload"]):
         result = invoke(*command, "--url", url)
         assert result.exit_code == 1 and result.stdout == ""
-        assert result.stderr == f"kvstream: nothing answers at {url}. Is `kvstream serve` running there?\n"
+        asked = f"kvstream: nothing answers at {url}. Is `kvstream serve` running there? "
+        assert result.stderr == f"{asked}{alive.ELSEWHERE}\n" and "--url" in alive.ELSEWHERE
 
 
 def test_a_wrong_file_hides_no_running_kvstream(tmp_path: Path) -> None:
@@ -465,9 +467,12 @@ def test_watch_looks_again_and_survives_a_restart(fake: Fake, monkeypatch: pytes
     assert (result.exit_code, first, second) == (0, {"state": "ready"}, {"state": "draining"})
     assert "answers 503" in third["error"]
 
-    looks = iter([(200, json.dumps({"state": "draining"}).encode())])
+    # Into a pipe, one snapshot below the other; a server that was there once is waited for.
+    fake.replies["/status"] = (200, json.dumps({"state": "ready"}).encode())
+    looks = iter([(503, b""), (200, json.dumps({"state": "draining"}).encode())])
     result = invoke("status", "--watch", "--url", fake.url)
-    assert result.exit_code == 0 and "draining" in result.stdout
+    assert (result.exit_code, result.stderr) == (0, "")
+    assert re.search(r"ready.*\n\n.*answers 503.*\n\n.*draining", result.stdout, re.DOTALL)
 
 
 def test_the_key_of_the_environment_is_shown_and_that_of_a_file_only_at_home(

@@ -16,6 +16,7 @@ from ..errors import BackendUnavailableError, ConfigError, KVStreamError
 
 VERSION_HEADER = "x-kvstream-version"  # on every answer of a KVStream
 ANSWER_S_MAX = 4.0  # less than the time-out of the image's HEALTHCHECK: the sentence is to be said before the kill
+ELSEWHERE = "--url names another place; so do --config and KVSTREAM_SERVER__PORT, as they were when it was started."
 
 
 def url_of(server: ServerConfig) -> str:
@@ -34,7 +35,8 @@ def live_line(url: str) -> str:
         connection.request("GET", f"{path}/health", headers={"connection": "close"})
         reply = connection.getresponse()
     except (OSError, http.client.HTTPException) as error:
-        raise BackendUnavailableError(f"{url} does not answer: {error or type(error).__name__}") from error
+        raise BackendUnavailableError(
+            f"{url} does not answer: {error or type(error).__name__}. {ELSEWHERE}") from error
     finally:
         connection.close()
     if reply.getheader(VERSION_HEADER) is None:

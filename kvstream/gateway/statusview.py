@@ -22,7 +22,7 @@ from rich.table import Table
 from rich.text import Text
 
 from ..errors import BackendUnavailableError, ConfigError, KVStreamError
-from .alive import VERSION_HEADER
+from .alive import ELSEWHERE, VERSION_HEADER
 from .statusview_inject import inject_parts
 from .statusview_lines import Labelled, labelled
 
@@ -61,7 +61,8 @@ def get(client: httpx.Client, path: str) -> httpx.Response:
     try:
         return client.get(path)
     except httpx.ConnectError as error:
-        raise BackendUnavailableError(f"nothing answers at {url}. Is `kvstream serve` running there?") from error
+        raise BackendUnavailableError(
+            f"nothing answers at {url}. Is `kvstream serve` running there? {ELSEWHERE}") from error
     except httpx.TimeoutException as error:
         raise BackendUnavailableError(f"{url} did not answer within {LOOK_TIMEOUT_S:g} seconds.") from error
     except httpx.HTTPError as error:
@@ -96,16 +97,29 @@ def show_once(url: str, as_json: bool, key: str = "") -> int:
 
 
 def watch(url: str, as_json: bool, key: str = "") -> int:
-    """Look until interrupted. A server that is not there yet, or goes away, is waited for."""
+    """Look until interrupted. A server that goes away is waited for, on a terminal and for JSON also one that is not
+    there yet. *Errors*: elsewhere, KVStreamError when the first look fails: nobody may be there to see a mistake."""
+    console = Console(highlight=False)
     with open_client(url, key) as client:
         if as_json:
             while True:
                 click.echo(json.dumps(_look(client)))
                 time.sleep(LOOK_EVERY_S)
-        with Live(Text("looking ..."), auto_refresh=False, console=Console(highlight=False)) as live:
+        if not console.is_terminal or console.is_dumb_terminal:  # where Live prints nothing before its end
+            return _watch_plainly(client, console)
+        with Live(Text("looking ..."), auto_refresh=False, console=console) as live:
             while True:
                 live.update(render(_look(client)), refresh=True)
                 time.sleep(LOOK_EVERY_S)
+
+
+def _watch_plainly(client: httpx.Client, console: Console) -> int:
+    """One snapshot below the other, each with its time. Rich flushes after each print."""
+    snapshot = fetch(client)
+    while True:
+        console.print(Text(time.strftime("%Y-%m-%d %H:%M:%S")), render(snapshot), "", sep="\n")
+        time.sleep(LOOK_EVERY_S)
+        snapshot = _look(client)
 
 
 def _look(client: httpx.Client) -> Mapping[str, Any]:
