@@ -31,9 +31,12 @@ from .cli_completion import completion
 from .cli_doctor import doctor, models
 from .cli_licenses import licenses
 from .cli_service import reload, service
+from .cli_words import config_option, files, words, words_of
 from .errors import ConfigError, KVStreamError, PortInUseError
 
 if TYPE_CHECKING:
+    from click.shell_completion import CompletionItem
+
     from .config import Loaded
 
 # Set to see where an unexpected error came from; without it the user gets one sentence.
@@ -134,12 +137,17 @@ class KeyOption(click.Option):
         default = "" if about.default == "" else f"; default {about.show(about.default)}"
         return record[0], f"{record[1]} [{' or '.join(paths)}{default}]"
 
+    def shell_complete(self, ctx: click.Context, incomplete: str) -> list[CompletionItem]:
+        """The words that the key may be, or files where that is what is named."""
+        from .config import KEYS_BY_PATH
+
+        if self.name in ("model", "llama_server"):
+            return files(ctx, self, incomplete)
+        kind = KEYS_BY_PATH[SERVE_KEYS[self.name]].type if self.name in SERVE_KEYS else str
+        return words(*words_of(kind))(ctx, self, incomplete)
+
 
 F = TypeVar("F", bound=Callable[..., Any])
-
-
-def config_option(command: F) -> F:
-    return click.option("--config", metavar="PATH", help="TOML file instead of ./kvstream.toml.")(command)
 
 
 key_option = partial(click.option, cls=KeyOption)

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from .cli_words import words
 from .errors import ConfigError
 
 if TYPE_CHECKING:
@@ -16,6 +17,11 @@ if TYPE_CHECKING:
     from .bench.plan import Load
 
 CONCURRENCY, PROMPT_TOKENS, OUTPUT_TOKENS, REQUESTS, ROUNDS = 16, 512, 128, 50, 5
+# For completion and help; the tables are in bench.kvmodel, which wants numpy.
+CARDS = ("rtx-5070-ti", "rtx-5060-ti", "h200")
+MODELS = ("qwen3.8-27b", "llama-3.1-8b", "smollm2-135m")
+KV_TYPES = ("float32", "float16", "bfloat16", "q8_0", "q5_1", "q5_0", "q4_1", "q4_0", "iq4_nl")
+BASELINES = ("all-resident", "host-only", "managed")
 ROUTES = ("chat", "completions")
 OUT = click.Path(dir_okay=False, path_type=Path)
 
@@ -152,10 +158,12 @@ class Tokens(click.ParamType[int]):
 
 
 @click.command(short_help="KV streaming over growing contexts, measured or simulated.")
-@click.option("--simulate", metavar="CARD|FILE", help="Instead of measuring on this machine's GPU: rtx-5070-ti, "
-              "rtx-5060-ti, h200, or a JSON file of a card's constants.")
-@click.option("--model-geometry", metavar="MODEL|FILE", default="qwen3.8-27b", show_default=True,
-              help="qwen3.8-27b, llama-3.1-8b, smollm2-135m, or a JSON file of a model's shape.")
+@click.option("--simulate", metavar="CARD|FILE", shell_complete=words(*CARDS, or_files=True),
+              help=f"Instead of measuring on this machine's GPU: {', '.join(CARDS)}, or a JSON file of a card's "
+                   "constants.")
+@click.option("--model-geometry", metavar="MODEL|FILE", default=MODELS[0], show_default=True,
+              shell_complete=words(*MODELS, or_files=True),
+              help=f"{', '.join(MODELS)}, or a JSON file of a model's shape.")
 @click.option("--max-context", metavar="N", type=Tokens(), required=True, help="Prompt and answer at most, e.g. 192K.")
 @click.option("--min-context", metavar="N", type=Tokens(), default="8K", show_default=True, help="First prompt.")
 @click.option("--step", metavar="N", type=Tokens(), default="8K", show_default=True, help="From prompt to prompt.")
@@ -164,14 +172,18 @@ class Tokens(click.ParamType[int]):
 @click.option("--ubatch-size", metavar="N", type=click.IntRange(33, 65536), default=512, show_default=True,
               help="Tokens of the prompt per step.")
 @click.option("--pool-mib", metavar="N|auto|published", default="auto", show_default=True,
+              shell_complete=words("auto", "published"),
               help="Device memory for KV and workspaces: a size, the largest that is left and of use, or that with "
                    "which the simulated card's published figures were taken.")
 @click.option("--margin-mib", metavar="N", type=click.FloatRange(0), default=64.0, show_default=True,
               help="What `auto` leaves free.")
-@click.option("--baseline", metavar="NAME,...", default="", help="Decode also without streaming, to compare: "
+@click.option("--baseline", metavar="NAME,...", default="", shell_complete=words(*BASELINES),
+              help="Decode also without streaming, to compare: "
               "all-resident (if it fits), host-only (no page stays on the device), managed (CUDA moves the pages).")
-@click.option("--cache-type-k", metavar="TYPE", default="q8_0", show_default=True, help="KV type of K.")
-@click.option("--cache-type-v", metavar="TYPE", default="q4_0", show_default=True, help="KV type of V.")
+@click.option("--cache-type-k", metavar="TYPE", default="q8_0", show_default=True,
+              shell_complete=words(*KV_TYPES), help="KV type of K.")
+@click.option("--cache-type-v", metavar="TYPE", default="q4_0", show_default=True,
+              shell_complete=words(*KV_TYPES), help="KV type of V.")
 @click.option("--page-tokens", metavar="N", type=int, default=256, show_default=True, help="Tokens of a page.")
 @click.option("--pool-step-mib", metavar="N", type=click.IntRange(1, 4096), default=32, show_default=True,
               help="GPU: how finely `auto` looks for the largest pool.")

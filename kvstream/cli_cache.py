@@ -17,6 +17,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
+from .cli_words import config_option, folders
+
 if TYPE_CHECKING:
     from .config import Config
     from .gateway.prune import Folder, Row
@@ -33,8 +35,9 @@ def _where(command: F) -> F:
     """The options that say which store, and for whom the answer is."""
     for option in (
         click.option("--json", "as_json", is_flag=True, help="For programs."),
-        click.option("--config", metavar="PATH", help="TOML file instead of ./kvstream.toml."),
-        click.option("--dir", "folder", metavar="PATH", help="This folder only, not those of the configuration."),
+        config_option,
+        click.option("--dir", "folder", metavar="PATH", shell_complete=folders,
+                     help="This folder only, not those of the configuration."),
     ):
         command = option(command)
     return command

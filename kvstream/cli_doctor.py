@@ -11,10 +11,11 @@ from typing import TYPE_CHECKING
 
 import click
 
+from .cli_words import config_option
+
 if TYPE_CHECKING:
     from .gateway.doctor import Question, Report
 
-_config_option = click.option("--config", metavar="PATH", help="TOML file instead of ./kvstream.toml.")
 
 
 def _question(url: str | None, config: str | None) -> Question:
@@ -41,7 +42,7 @@ def _question(url: str | None, config: str | None) -> Question:
               help="Also test with some model calls whether sessions can see each other's text.")
 @click.option("--parts", is_flag=True, help="Only try each optional part of KVStream itself: what it does, how long it "
               "takes to load, or why it is missing.")
-@_config_option
+@config_option
 @click.pass_context
 def doctor(ctx: click.Context, url: str | None, as_json: bool, isolation: bool, parts: bool,
            config: str | None) -> None:
@@ -120,7 +121,7 @@ def _show_progress(done: int, total: int) -> None:
 @click.command(short_help="List the models that clients can name.")
 @click.option("--url", metavar="URL", help="Ask this server, a KVStream or a runtime.")
 @click.option("--json", "as_json", is_flag=True, help="For programs.")
-@_config_option
+@config_option
 def models(url: str | None, as_json: bool, config: str | None) -> None:
     """List the models that clients can name: of a running KVStream, or where none runs, of the runtimes found here.
 

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import click
 
+from .cli_words import config_option, folders
 from .errors import ConfigError, KVStreamError
 
 PRINTED = ("unit", "socket", "gpu", "lan")
@@ -53,7 +54,7 @@ def print_(what: str, user: bool, config: Path | None) -> None:
 @click.option("--lan", is_flag=True, help="Let it talk to the local network (system service).")
 @click.option("--start", is_flag=True, help="Also enable and start it.")
 @click.option("--force", is_flag=True, help="Replace files that are there and differ.")
-@click.option("--root", metavar="DIR", type=click.Path(path_type=Path), default=Path("/"),
+@click.option("--root", metavar="DIR", type=click.Path(path_type=Path), shell_complete=folders, default=Path("/"),
               help="Write below DIR, for an image.")
 def install(user: bool, config: Path | None, socket: bool, gpu: bool, lan: bool, start: bool, force: bool,
             root: Path) -> None:
@@ -111,7 +112,7 @@ def _run_all(commands: list[list[str]]) -> None:
               "the configuration.")
 @click.option("--url", metavar="URL", help="A KVStream of this machine, instead of the one that the configuration "
               "(server.host, server.port) would start.")
-@click.option("--config", metavar="PATH", help="TOML file instead of ./kvstream.toml.")
+@config_option
 @click.pass_context
 def reload(ctx: click.Context, pid: int | None, url: str | None, config: str | None) -> None:
     """Let a running KVStream read its configuration again, and say what came of it.

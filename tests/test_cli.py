@@ -419,7 +419,8 @@ def test_texts_from_the_server_cannot_steer_the_terminal() -> None:
     assert "\x1b" not in rendered({"error": evil})
 
 
-def test_nothing_answers() -> None:
+def test_nothing_answers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(statusview.time, "sleep")  # nobody may be there to see that it waits for ever
     with Fake() as closed:
         url = closed.url
     for command in (["status"], ["status", "--json"], ["status", "--watch"], ["health"], ["reload"]):
