@@ -16,6 +16,7 @@ hypercorn parses HTTP; this module decides what it is given to parse. Three thin
 
 from __future__ import annotations
 
+import errno
 import logging
 import socket
 import sys
@@ -30,7 +31,7 @@ from hypercorn.trio.tcp_server import TCPServer
 from hypercorn.trio.worker_context import WorkerContext
 from hypercorn.typing import AppWrapper, ASGIFramework, ConnectionState, LifespanState
 
-from ..errors import PortInUseError
+from ..errors import ConfigError, KVStreamError, PortInUseError
 from .metrics import Metrics
 
 log = logging.getLogger("kvstream.connections")
@@ -269,8 +270,23 @@ async def _cancel_when_gone(stream: ClientStream, scope: trio.CancelScope) -> No
     scope.cancel()
 
 
+def cannot_listen(host: str, port: int, error: OSError | UnicodeError) -> KVStreamError:
+    """What is wrong and what to do. An address or a name may be there a little later (a network that comes up), which
+    is not the configuration's fault; a right that is missing will be missing the next time too."""
+    reason = error.strerror or error if isinstance(error, OSError) else "that is no name"
+    text = f"cannot listen on {host}:{port}: {reason}. "
+    number = None if isinstance(error, socket.gaierror | UnicodeError) else error.errno
+    if number == errno.EACCES and sys.platform != "win32":
+        return ConfigError(text + "Ports below 1024 usually need root, or CAP_NET_BIND_SERVICE: choose another with "
+                           "--port")
+    if number in (errno.EADDRINUSE, errno.EACCES):
+        return PortInUseError(
+            text + "Another program may have the port: choose one with --port, or stop that program")
+    return KVStreamError(text + "server.host (--host) is to be an address or a name of this machine")
+
+
 def open_sockets(host: str, port: int) -> list[socket.socket]:
-    """Listening sockets on every address of ``host``. *Errors*: ``PortInUseError`` with what to do."""
+    """Listening sockets on every address of ``host``. *Errors*: see :func:`cannot_listen`."""
     sockets: list[socket.socket] = []
     try:
         infos = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
@@ -285,10 +301,8 @@ def open_sockets(host: str, port: int) -> list[socket.socket]:
                 address = (address[0], sockets[0].getsockname()[1], *address[2:])
             sock.bind(address)
             sock.listen(BACKLOG)
-    except OSError as error:
+    except (OSError, UnicodeError) as error:
         for sock in sockets:
             sock.close()
-        raise PortInUseError(
-            f"cannot listen on {host}:{port}: {error.strerror or error}. "
-            "Another program may have the port: choose one with --port, or stop that program") from error
+        raise cannot_listen(host, port, error) from error
     return sockets

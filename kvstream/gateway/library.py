@@ -123,7 +123,7 @@ class KVStreamEngine:
                     task_status: trio.TaskStatus[str] = trio.TASK_STATUS_IGNORED) -> None:
         """Put the OpenAI-compatible HTTP surface in front of this engine, until cancelled.
 
-        ``task_status.started`` gets the base URL. *Errors*: ``PortInUseError``.
+        ``task_status.started`` gets the base URL. *Errors*: see ``connections.cannot_listen``.
         """
         changes: dict[str, Any] = {k: v for k, v in (("host", host), ("port", port)) if v is not None}
         config = attrs.evolve(self.config, server=attrs.evolve(self.config.server, **changes))

@@ -59,6 +59,8 @@ log = logging.getLogger("kvstream.serve")
 LOADING_LOG_S = 5.0
 FILES_BESIDE = 128  # listeners, logs, the embedded server's pipes, the pool
 HANGUP = getattr(signal, "SIGHUP", None)  # Windows has none
+# Signals this close are one stop: timeout(1), and a terminal beside a supervisor, send two at once.
+ONE_STOP_S = 0.5
 LAST_FRAMES_S = 2.0  # after drain_s: time for the error frames to leave
 
 OnEmbedded = Callable[[EmbeddedEvent], None]
@@ -149,7 +151,7 @@ async def open_gateway(loaded: Loaded, *, engine: Engine | None = None, metrics:
     each backend of the configuration, and with ``embedded.model`` the backend of the first too. ``sockets``, if there
     are any, listen already.
 
-    *Errors*: ``PortInUseError``, ``ConfigError``, ``EmbeddedError``. *Cancellation*: safe at any point.
+    *Errors*: see ``cannot_listen``; ``ConfigError``, ``EmbeddedError``. *Cancellation*: safe at any point.
     """
     loaded = at_address(loaded, sockets)
     config = loaded.config
@@ -291,23 +293,28 @@ async def serve(loaded: Loaded, *, on_ready: Callable[[Gateway], None] | None = 
                 log.info("%s: draining, no new requests; %s; a second signal leaves at once",
                          signal.Signals(number).name, _going(gateway))
                 break
+            since = trio.current_time()
             supervision.stopping()
             async with trio.open_nursery() as nursery:
                 async def second() -> None:
                     nonlocal code
-                    async for number in received:
-                        if number == HANGUP:
-                            continue
-                        log.warning("second signal: leaving at once")
-                        code = 1
-                        nursery.cancel_scope.cancel()
-                        return
+                    await until_second(received, since)
+                    log.warning("second signal: leaving at once")
+                    code = 1
+                    nursery.cancel_scope.cancel()
 
                 nursery.start_soon(second)
                 await gateway.drain()
                 nursery.cancel_scope.cancel()
     log.info("stopped")
     return code
+
+
+async def until_second(received: AsyncIterator[int], since: float) -> None:
+    """Until somebody who knows that a drain began at ``since`` stops it: a signal after ``ONE_STOP_S``."""
+    async for number in received:
+        if number != HANGUP and trio.current_time() - since >= ONE_STOP_S:
+            return
 
 
 def _going(gateway: Gateway) -> str:

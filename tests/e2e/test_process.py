@@ -9,6 +9,7 @@ import httpx
 import pytest
 import trio
 
+from kvstream.gateway.serve import ONE_STOP_S
 from tests.e2e.conftest import Start
 from tests.e2e.process import GatewayProcess, command, environment, patience
 from tests.e2e.requests import busy, chat, finish, post, read_all, stream
@@ -86,6 +87,7 @@ async def test_the_second_signal_leaves_at_once(llama: RealLlama, start: Start) 
         response = await stream(gateway.port, chat("for ever", 1800))
         gateway.terminate()
         await refused(gateway)
+        await trio.sleep(ONE_STOP_S)
         gateway.terminate()
         assert await gateway.exit_code(within_s=2) == 1
         assert "second signal" in gateway.text()

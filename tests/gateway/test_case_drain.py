@@ -14,10 +14,11 @@ from typing import Any
 
 import pytest
 import trio
+import trio.testing
 
 from kvstream.config import Config
 from kvstream.gateway.embedded import KILL_S, STOP_S
-from kvstream.gateway.serve import LAST_FRAMES_S
+from kvstream.gateway.serve import HANGUP, LAST_FRAMES_S, ONE_STOP_S, until_second
 from tests.fakes import FakeRuntime, Script, open_runtime
 from tests.fakes.client import RawResponse, connect, open_request, send_request
 from tests.fakes.server import open_server
@@ -186,7 +187,8 @@ async def test_case_81_timeout_then_exit_code_0_and_second_signal_at_once() -> N
         async with serving(runtime, fake.base_url, SERVER__DRAIN_S="60") as (process, port):
             stream = await open_request(port, "POST", CHAT, chat("endless"))
             process.send_signal(signal.SIGTERM)
-            await trio.sleep(0.3)
+            process.send_signal(signal.SIGINT)  # from timeout(1) and a terminal, say: the same stop
+            await trio.sleep(ONE_STOP_S + 0.2)
             assert process.poll() is None
             process.send_signal(signal.SIGTERM)
             assert await ended(process, 3) != 0
@@ -205,6 +207,24 @@ async def test_case_81_a_client_that_reads_nothing_cannot_hold_the_exit() -> Non
                 code = await ended(process, 10)
                 assert code in (0, 1)
                 await stuck.close()
+
+
+async def test_case_81_signals_that_come_together_are_one(autojump_clock: trio.testing.MockClock) -> None:
+    send, received = trio.open_memory_channel[int](9)
+    began, ended_at = trio.current_time(), []
+
+    async def drain() -> None:
+        await until_second(received, began)
+        ended_at.append(trio.current_time() - began)
+
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(drain)
+        for at, number in ((0.0, signal.SIGINT), (0.1, signal.SIGTERM), (0.4, 15), (7.0, HANGUP), (9.0, 15)):
+            await trio.sleep_until(began + at)
+            if number is not None:  # Windows has no SIGHUP
+                send.send_nowait(number)
+    assert ended_at == [pytest.approx(9.0)]
+    send.close()
 
 
 def test_case_81_the_unit_waits_longer_than_the_drain() -> None:
