@@ -30,6 +30,9 @@ FILES_BESIDE = 128  # as serve reckons
 MODELS_SHOWN_MAX = 8
 HOW_TO_START = "kvstream demo starts a small model to try; kvstream serve --model FILE.gguf starts your own"
 
+BASE_URL = ("a base URL is a runtime's address and port: http://127.0.0.1:8081 for a llama.cpp server "
+            "on port 8081, http://127.0.0.1:11434 for Ollama")
+
 
 @frozen
 class Facts:
@@ -216,6 +219,8 @@ def _backend_findings(question: Question, found: list[Found | Silent]) -> Iterat
             why = f": {found[0].why}" if found and isinstance(found[0], Silent) else ""
             yield Advice("problem", f"Nothing answers at {question.url}{why}.",
                          "check the address, or start the server")
+        yield from (_no_runtime(one, f"What answers at {one.url}") for one in answering
+                    if one.identity.kind == "unknown")
         return
     config = question.config
     for backend in backends_of(config):
@@ -245,14 +250,20 @@ def _kind_findings(backend: BackendConfig, there: Found, own: str) -> Iterator[A
         yield Advice("problem", f"The configured backend {backend.url} is a KVStream; it would call itself in circles.",
                      "set backend.base_url to the model runtime")
     elif not identity.is_backend:
-        yield Advice("problem", f"What answers at the configured backend {backend.url} is no model runtime.",
-                     "set backend.base_url to the model runtime")
+        yield _no_runtime(there, f"What answers at the configured backend {backend.url}")
     elif backend.type != (right := backend_type(there)) and not (backend.type == "openai" and identity.is_backend):
         yield Advice("problem", f"backend.type is {backend.type}, but {identity.title} answers at {backend.url}.",
                      f'set backend.type = "{right}"')
     elif backend.type != right:
         yield Advice("note", f"{identity.title} answers at {backend.url}; its own adapter would know more of it.",
                      f'set backend.type = "{right}"')
+
+
+def _no_runtime(there: Found, what: str) -> Advice:
+    """``what`` begins the sentence."""
+    identity = there.identity
+    calls_itself = f" (it calls itself {identity.detail})" if identity.detail else ""
+    return Advice("problem", f"{what} is no model runtime{calls_itself}.", BASE_URL)
 
 
 def _port_findings(question: Question, found: list[Found | Silent]) -> Iterator[Advice]:

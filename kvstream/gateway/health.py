@@ -138,7 +138,11 @@ class BackendWatcher:
             return SILENT, error.message
         except KVStreamError as error:
             return Health.DOWN, error.message
-        return self._adapter.read_health(reply), f"health answered {reply.status}"
+        state, detail = self._adapter.read_health(reply), f"health answered {reply.status}"
+        if state == Health.DOWN and reply.status < 500 and reply.status not in (401, 403):
+            detail += (". Something answers there that does not look like such a runtime; what it is says `kvstream "
+                       f"doctor --url {self._adapter.base_url}`")
+        return state, detail
 
     async def _enter(self, state: str, detail: str) -> None:
         before = self.backend

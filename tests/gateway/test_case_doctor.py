@@ -182,6 +182,24 @@ async def test_a_given_url_is_all_that_is_looked_at() -> None:
     assert report.exit_code == 1 and "Nothing answers" in texts(report)
 
 
+@pytest.mark.parametrize(("status", "backend"), [(404, False), (404, True), (200, False)])
+async def test_a_web_server_is_no_runtime(status: int, backend: bool) -> None:
+    async with trio.open_nursery() as nursery:
+        listeners = await nursery.start(partial(trio.serve_tcp, partial(web_server, status), 0, host="127.0.0.1"))
+        url = f"http://127.0.0.1:{listeners[0].socket.getsockname()[1]}"
+        report = await examine(ask(backend__base_url=url) if backend else ask(url=url))
+        assert report.exit_code == 1
+        assert "no model runtime (it calls itself SimpleHTTP/0.6)" in texts(report, "problem")
+        assert "a base URL is a runtime's address and port: http://127.0.0.1:8081" in texts(report, "problem")
+        nursery.cancel_scope.cancel()
+
+
+async def web_server(status: int, stream: trio.SocketStream) -> None:
+    await stream.receive_some()
+    await stream.send_all(b"HTTP/1.1 %d So\r\nServer: SimpleHTTP/0.6\r\nContent-Type: text/html\r\nContent-Length: 4"
+                          b"\r\nConnection: close\r\n\r\n<!do" % status)
+
+
 @pytest.mark.parametrize(("files", "warned"), [(None, False), (10_000, False), (1024, True)])
 async def test_too_few_files(files: int | None, warned: bool) -> None:
     report = await examine(ask(facts(files=files)))

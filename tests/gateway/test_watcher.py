@@ -55,6 +55,27 @@ async def test_a_layout_that_could_not_be_seen_is_asked_for_again(autojump_clock
         lane.check()
 
 
+@pytest.mark.parametrize("status", [404, 500])
+async def test_what_has_no_health_route_does_not_look_like_a_runtime(
+        autojump_clock: trio.abc.Clock, status: int) -> None:
+    @define
+    class Web:
+        inner: Upstream
+
+        async def request(self, call: HttpCall, *, timeout_s: float) -> HttpReply:
+            return HttpReply(status, {}, b"<!doctype html>")
+
+        def open(self, call: HttpCall):  # type: ignore[no-untyped-def]
+            return self.inner.open(call)
+
+    async with open_lane(settings(), wrap=Web) as lane:
+        await trio.sleep(1)
+        told = lane.engine.watcher.backend
+        assert told.state == "down" and told.detail.startswith(f"health answered {status}")
+        assert ("does not look like such a runtime; what it is says `kvstream doctor --url http://" in told.detail) == (
+            status == 404)
+
+
 async def test_a_restart_between_two_looks_is_noticed(autojump_clock: trio.abc.Clock) -> None:
     """The health route said "ok" before and after. What was known of the old process is forgotten: its prefixes, and
     its layout if the new one has another."""
