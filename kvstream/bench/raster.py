@@ -15,7 +15,6 @@ from .sheet import printable
 from .svg import WIDTH, height_of
 
 KINDS = (".png", ".pdf")
-HINT = "pip install '.[plots]' (kvstream[plots])"
 GREY = "#777777"
 UNITS = 95.0  # of the SVG's size in an inch here
 
@@ -31,7 +30,7 @@ def available() -> bool:
 def check_available(file: str) -> None:
     """*Errors*: ConfigError that says what to do. Asked before a run, not after it."""
     if not available():
-        raise ConfigError(f"{file} needs matplotlib: {to_add('matplotlib', HINT)}. A file that ends in .svg needs "
+        raise ConfigError(f"{file} needs matplotlib: {to_add('matplotlib')}. A file that ends in .svg needs "
                           "nothing")
 
 

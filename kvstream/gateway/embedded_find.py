@@ -93,8 +93,8 @@ def find_server(spec: EmbeddedSpec) -> FoundServer:
     if importlib.util.find_spec("xllamacpp") is not None:
         return FoundServer("xllamacpp")
     raise EmbeddedError(
-        "there is no llama.cpp server to run the model: "
-        + to_add("xllamacpp", "run `pip install '.[embedded]'` in KVStream's folder")
+        "there is no llama.cpp server to run the model; xllamacpp is one: "
+        + to_add("xllamacpp")
         + ", or put llama-server on PATH, or name it with --llama-server"
     )
 

@@ -197,7 +197,7 @@ def test_without_a_gpu_it_says_what_to_do(folder: Path, monkeypatch: pytest.Monk
     monkeypatch.setitem(sys.modules, "pycuda.driver", None)
     done = invoke("--max-context=24K", "--output=out")
     assert done.exit_code == 2 and len(done.output.strip().splitlines()) == 1, done.output
-    for words in ("NVIDIA's driver", "pip install 'kvstream[cuda]'", "--simulate rtx-5070-ti"):
+    for words in ("on a GPU", "pycuda is not here: `pip install '.[cuda]'`", "--simulate rtx-5070-ti"):
         assert words in done.output
     assert not folder.exists()
 

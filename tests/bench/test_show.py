@@ -146,7 +146,7 @@ async def test_a_picture_of_nothing(tmp_path: Path, autojump_clock: trio.abc.Clo
 
 
 @pytest.mark.parametrize(("form", "words"), [
-    ("source", "pip install '.[plots]' (kvstream[plots])"),
+    ("source", "`pip install '.[plots]'` in KVStream's folder adds it"),
     ("zipapp", "-m pip install matplotlib` adds it to the Python"),
     ("executable", "the executable does not have it; a KVStream that pip has installed can")])
 def test_without_matplotlib_a_png_says_what_to_do(monkeypatch: pytest.MonkeyPatch, form: str, words: str) -> None:

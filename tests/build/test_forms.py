@@ -6,6 +6,7 @@ from __future__ import annotations
 import ast
 import json
 import sys
+import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -86,21 +87,43 @@ def test_the_executable_starts_itself_and_is_called_what_was_downloaded(executab
 
 
 def test_a_person_is_told_what_fits_the_form(executable: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert "the executable does not have it" in parts.to_add("matplotlib", "pip install matplotlib")
+    assert "the executable does not have it" in parts.to_add("matplotlib")
     monkeypatch.setattr(parts, "form", lambda: "zipapp")
     monkeypatch.setattr(sys, "executable", "/opt/my python/bin/python3")
     assert parts.to_add("numpy") == ("`'/opt/my python/bin/python3' -m pip install numpy` adds it to the Python that "
                                      "runs this file; the one-file executable has it")
     assert "executable has it" not in parts.to_add("matplotlib")
     monkeypatch.setattr(parts, "form", lambda: "source")
-    assert parts.to_add("numpy", "run this") == "run this"
+    assert parts.to_add("numpy") == "`pip install numpy` adds it"
+    assert parts.to_add("pycuda") == "`pip install '.[cuda]'` in KVStream's folder adds it"
+
+
+def test_only_parts_tells_anybody_to_install_a_part_and_never_by_a_name_that_pypi_does_not_have() -> None:
+    extras = tomllib.loads((PACKAGE.parent / "pyproject.toml").read_text("utf-8"))["project"]["optional-dependencies"]
+    assert all(any(wanted.startswith(package) for wanted in extras[extra]) for package, extra in parts.EXTRAS.items())
+    clients = {"or in Python (pip install openai):"}
+    for file in PACKAGE.rglob("*.py"):
+        for node in ast.walk(ast.parse(file.read_text("utf-8"))):
+            if isinstance(node, ast.Constant) and isinstance(node.value, str):
+                lines = {line.strip() for line in node.value.splitlines()} - clients
+                assert not any("kvstream[" in line for line in lines), file
+                assert file.name == "parts.py" or not any("pip install" in line for line in lines), file
+
+
+def test_of_a_driver_that_is_missing_nobody_says_to_install_pycuda() -> None:
+    missing = ImportError("libcuda.so.1: cannot open shared object file: No such file or directory")
+    assert parts.problem_of(missing, "pycuda.driver") == parts.NO_DRIVER
+    gone = ModuleNotFoundError("No module named 'pycuda'", name="pycuda")
+    assert parts.problem_of(gone, "pycuda.driver").startswith("pycuda is not here: `pip install '.[cuda]'`")
+    assert parts.problem_of(ImportError("x"), "pycuda.driver") == "pycuda cannot be used: x"
 
 
 def test_a_missing_part_and_a_missing_driver_are_sentences() -> None:
     cuda = next(part for part in parts.PARTS if part.package == "pycuda")
     missing = ImportError("libcuda.so.1: cannot open shared object file: No such file or directory")
     assert parts.import_problem(missing, cuda) == parts.NO_DRIVER
-    assert parts.import_problem(ModuleNotFoundError("x", name="pycuda"), cuda) == "not here: `pip install pycuda`"
+    gone = ModuleNotFoundError("x", name="pycuda")
+    assert parts.import_problem(gone, cuda) == "not here: `pip install '.[cuda]'` in KVStream's folder adds it"
     assert "cannot be used: x" in parts.import_problem(ModuleNotFoundError("x", name="numpy"), cuda)
 
 
@@ -112,9 +135,9 @@ def test_doctor_tells_the_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     assert done.exit_code == 0 and report["form"] == "source"
     first, second = report["parts"]
     assert (first["name"], first["problem"]) == ("attrs", "") and first["version"]
-    assert (second["name"], second["problem"]) == ("nothing", "not here: `pip install nothing`")
+    assert (second["name"], second["problem"]) == ("nothing", "not here: `pip install nothing` adds it")
     text = CliRunner().invoke(cli.main, ["doctor", "--parts"]).output
-    assert "nothing, for a trial: not here: `pip install nothing`" in text and len(text.splitlines()) == 3
+    assert "nothing, for a trial: not here: `pip install nothing` adds it" in text and len(text.splitlines()) == 3
 
 
 def test_licenses_are_those_of_what_is_installed() -> None:
