@@ -63,6 +63,7 @@ def test_what_another_start_cannot_help_is_not_restarted() -> None:
     assert {int(word) for word in found.split()} == {*wrong, *map(int, launcher)}
     assert not {cli.PortInUseFailure.exit_code, cli.Failure.exit_code, 0} & {int(word) for word in found.split()}
     assert values(service.text_of("kvstream.service"), "Restart") == ["on-failure"]
+    assert values(service.text_of("kvstream.service"), "RestartForceExitStatus") == ["SIGHUP"]
 
 
 def test_the_variables_of_the_unit_are_known() -> None:

@@ -101,7 +101,7 @@ def _refuse_stranger(pid: int) -> None:
 def _send(pid: int, number: int) -> None:
     try:
         os.kill(pid, number)
-    except ProcessLookupError as error:
+    except (ProcessLookupError, OverflowError) as error:
         raise KVStreamError(f"there is no process {pid}") from error
     except PermissionError as error:
         raise KVStreamError(f"process {pid} belongs to somebody else: ask as that user, or as root") from error
