@@ -25,6 +25,7 @@ STYLE = ("@media(prefers-color-scheme:dark){.k-ink{fill:#dddddd}.k-inks{stroke:#
          + "".join(f".k-f{n}{{fill:{colour}}}.k-s{n}{{stroke:{colour}}}" for n, colour in enumerate(DARK)) + "}")
 FONT = 'font-family="system-ui, -apple-system, \'Segoe UI\', \'DejaVu Sans\', sans-serif"'
 NARROW, BROAD = frozenset("iIjlrtf.,:;'|!()[] "), frozenset("mwMW@%")
+NARROWEST = 0.36  # of the width of letters to their height
 DASHES = "6 4"
 DOTS_MAX = 500
 
@@ -280,7 +281,7 @@ def escaped(text: str) -> str:
 
 def width_of(text: str, size: float = SIZE) -> float:
     """About, and rather more than less."""
-    return size * sum(0.36 if char in NARROW else 0.95 if char in BROAD else
+    return size * sum(NARROWEST if char in NARROW else 0.95 if char in BROAD else
                       1.0 if unicodedata.east_asian_width(char) in "WF" else 0.74 if char.isupper() else 0.6
                       for char in text)
 
@@ -288,7 +289,7 @@ def width_of(text: str, size: float = SIZE) -> float:
 def _cut(text: str, wide: float, size: float = SIZE) -> str:
     if width_of(text, size) <= wide:
         return text
-    kept = len(text)
+    kept = min(len(text), int(wide / (size * NARROWEST)))  # a name from outside may be a megabyte
     while kept > 0 and width_of(_without_middle(text, kept), size) > wide:
         kept -= 1 + kept // 50
     return _without_middle(text, max(0, kept))
@@ -301,13 +302,16 @@ def _without_middle(text: str, kept: int) -> str:
 
 def _wrapped(text: str, wide: float, size: float, lines: int) -> list[str]:
     """At spaces; the last line is cut."""
-    found = [""]
-    for word in text.split():
+    found, words = [""], text.split()
+    for place, word in enumerate(words):
         longer = f"{found[-1]} {word}".strip()
-        if width_of(longer, size) <= wide or len(found) == lines or not found[-1]:
+        if width_of(longer, size) <= wide or not found[-1]:
             found[-1] = longer
-        else:
+        elif len(found) < lines:
             found.append(word)
+        else:
+            found[-1] = " ".join([found[-1], *words[place:]])
+            break
     return [_cut(line, wide, size) for line in found]
 
 

@@ -384,6 +384,14 @@ def test_long_words_end_where_there_is_room() -> None:
         assert max(map(len, shown)) < 150 and any(re.fullmatch("a+…a+", words) for words in shown)
 
 
+def test_a_megabyte_of_name_takes_no_minutes() -> None:
+    """A server says what its model is called; this took longer than anybody waited."""
+    for name in ("x" * 1_000_000, "x " * 500_000):
+        picture = Picture(name, (Panel(name, linear(name, [1.0]), linear("y", [1.0])),))
+        shown = [element.text or "" for element in ElementTree.fromstring(picture_svg(picture)).iter(SVG + "text")]
+        assert max(map(len, shown)) < 250
+
+
 def test_matplotlib_takes_them_too() -> None:
     """No formula, no hidden line; which characters its font has is its own business."""
     words = [word for word in EVIL if len(word) < 50]
