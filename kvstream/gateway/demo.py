@@ -383,8 +383,8 @@ async def _demo(loaded: Loaded, once: bool, screen: Screen) -> int:
 def run_demo(loaded: Loaded, once: bool) -> int:
     """``kvstream demo``: the exit code of the process.
 
-    *Errors*: ``EmbeddedError`` without the model or a server; ``BackendError`` when the chat failed; see also
-    ``serve.open_gateway``.
+    *Errors*: ``EmbeddedError`` without the model, ``ConfigError`` without a server; ``BackendError`` when the chat
+    failed; see also ``serve.open_gateway``.
     """
     from rich.console import Console
 

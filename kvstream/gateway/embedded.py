@@ -39,7 +39,7 @@ from typing import Protocol
 import trio
 from attrs import evolve
 
-from ..errors import EmbeddedError
+from ..errors import ConfigError, EmbeddedError
 from .embedded_child import KeptLog, clean_environment
 from .embedded_find import (
     LINES_IN_ERROR,
@@ -253,13 +253,14 @@ class EmbeddedServer:
     async def run(self, *, task_status: trio.TaskStatus[str] = trio.TASK_STATUS_IGNORED) -> None:
         """Supervise until cancelled. ``task_status`` gets the base URL once the first child is launched.
 
-        *Errors*: ``EmbeddedError`` when there is nothing to launch, or when the model does not come up the first time.
+        *Errors*: ``ConfigError`` when there is nothing to launch; ``EmbeddedError`` when the model does not come up the
+        first time.
         *Cancellation*: returns when the child is gone and reaped, within STOP_S + KILL_S.
         *Resource handling*: child, log file and instance lock belong to this call.
         """
         try:
             await self._supervise(task_status)
-        except EmbeddedError:
+        except (EmbeddedError, ConfigError):
             self._become("failed")
             raise
         finally:

@@ -1,12 +1,14 @@
 """What the embedded llama.cpp needs before it starts: the server, the model, its command line; and the events and the
 snapshot in which others see it.
 
-Everything here is synchronous and finished in milliseconds; every fault is an ``EmbeddedError`` that says what to do.
+Everything here is synchronous and finished in milliseconds; every fault is a ``ConfigError`` that says what to do:
+another start would not help.
 """
 
 from __future__ import annotations
 
 import contextlib
+import errno
 import importlib.util
 import os
 import shutil
@@ -19,7 +21,7 @@ from typing import Literal, Union
 
 from attrs import field, frozen
 
-from ..errors import EmbeddedError
+from ..errors import ConfigError, EmbeddedError
 from ..parts import to_add
 from .embedded_child import clean_environment, read_flags
 
@@ -78,25 +80,31 @@ class FoundServer:
 def find_server(spec: EmbeddedSpec) -> FoundServer:
     """The binary the spec names, else ``llama-server`` on PATH, else the xllamacpp wheel.
 
-    *Errors*: ``EmbeddedError`` when the named one is missing or not executable, or when there is none at all.
+    *Errors*: ``ConfigError`` when the named one is missing or not executable, or when there is none at all.
     """
     if spec.llama_server:
         named = str(Path(spec.llama_server).expanduser())
         path = shutil.which(named)
         if path is None:
             fault = "is not executable" if Path(named).is_file() else "was not found"
-            raise EmbeddedError(f"the llama.cpp server {named} {fault}; check embedded.llama_server (--llama-server)")
+            raise ConfigError(f"the llama.cpp server {named} {fault}; check embedded.llama_server (--llama-server)")
         return FoundServer("llama-server", str(Path(path).absolute()))
     path = shutil.which("llama-server")
     if path is not None:
         return FoundServer("llama-server", str(Path(path).absolute()))
     if importlib.util.find_spec("xllamacpp") is not None:
         return FoundServer("xllamacpp")
-    raise EmbeddedError(
+    raise ConfigError(
         "there is no llama.cpp server to run the model; xllamacpp is one: "
         + to_add("xllamacpp")
         + ", or put llama-server on PATH, or name it with --llama-server"
     )
+
+
+def wrong_path(error: OSError) -> bool:
+    """Whether the path is at fault, or the right to use it; a disk that is full or fails may be well again later."""
+    return error.errno in (errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.EEXIST, errno.EACCES, errno.EPERM,
+                           errno.EROFS, errno.ELOOP, errno.ENAMETOOLONG, errno.EINVAL)
 
 
 def check_model(model: Path) -> None:
@@ -105,12 +113,13 @@ def check_model(model: Path) -> None:
         with model.open("rb") as file:
             magic = file.read(4)
     except FileNotFoundError:
-        raise EmbeddedError(f"the model file {model} does not exist") from None
+        raise ConfigError(f"the model file {model} does not exist") from None
     except OSError as error:
-        raise EmbeddedError(f"the model file {model} cannot be read: {error.strerror}") from error
+        kind = ConfigError if wrong_path(error) else EmbeddedError
+        raise kind(f"the model file {model} cannot be read: {error.strerror}") from error
     if magic != b"GGUF":
         begins = magic.decode("ascii", "backslashreplace")
-        raise EmbeddedError(f"{model} is not a GGUF model (it starts with {begins!r}, not with 'GGUF')")
+        raise ConfigError(f"{model} is not a GGUF model (it starts with {begins!r}, not with 'GGUF')")
 
 
 def batch_for_this_machine(devices: Path = Path("/dev")) -> int:
@@ -167,14 +176,14 @@ def self_command() -> list[str]:
 def child_argv(server: FoundServer, flags: Sequence[str], *, parent: int) -> list[str]:
     """The whole command line of the child.
 
-    *Errors*: ``EmbeddedError`` when ``extra_args`` has a flag that only a real ``llama-server`` understands.
+    *Errors*: ``ConfigError`` when ``extra_args`` has a flag that only a real ``llama-server`` understands.
     """
     if server.kind == "llama-server":
         return [*self_command(), "--exec", "--parent", str(parent), "--", server.path, *flags]
     try:
         read_flags(flags)
     except ValueError as error:
-        raise EmbeddedError(f"embedded.extra_args: {error}; a llama-server on PATH would take any flag") from error
+        raise ConfigError(f"embedded.extra_args: {error}; a llama-server on PATH would take any flag") from error
     return [*self_command(), "--serve", "--parent", str(parent), "--", *flags]
 
 

@@ -12,7 +12,8 @@ from pathlib import Path
 
 from attrs import frozen
 
-from ..errors import EmbeddedError, StoreError
+from ..errors import ConfigError, EmbeddedError, StoreError
+from .embedded_find import wrong_path
 from .filelock import try_lock
 from .kvfiles import DATA, MANIFEST
 from .prune import Folder, excess, look, remove, tidy
@@ -44,7 +45,7 @@ def claim_place(state_dir: Path | None, slot_bytes_max: int = 8 * 2**30) -> Iter
     kept is removed, and the files of all numbers that nobody holds are brought within ``slot_bytes_max`` together: the
     longest unused go.
 
-    *Errors*: ``EmbeddedError`` when the directory cannot be written.
+    *Errors*: ``ConfigError`` when the directory cannot be written, ``EmbeddedError`` when its disk is full or fails.
     """
     root = default_state_dir() if state_dir is None else state_dir
     try:
@@ -52,7 +53,8 @@ def claim_place(state_dir: Path | None, slot_bytes_max: int = 8 * 2**30) -> Iter
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         claim = _claim(root, slot_bytes_max)
     except OSError as error:
-        raise EmbeddedError(
+        kind = ConfigError if wrong_path(error) else EmbeddedError
+        raise kind(
             f"the state directory {root} cannot be written ({error.strerror}: {error.filename});"
             " set embedded.state_dir to a directory of yours"
         ) from error

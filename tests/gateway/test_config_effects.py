@@ -24,7 +24,7 @@ import trio
 
 from kvstream.adapters.base import ProxyRequest
 from kvstream.config import KEYS, Config, Loaded
-from kvstream.errors import EmbeddedError
+from kvstream.errors import ConfigError, EmbeddedError
 from kvstream.gateway.embedded import EmbeddedServer, backoff_s
 from kvstream.gateway.embedded_find import find_server, server_flags
 from kvstream.gateway.embedded_place import claim_place
@@ -1211,7 +1211,7 @@ def test_the_named_server_is_run(tmp_path: Path) -> None:
     binary.write_text("#!/bin/sh\n", "utf-8")
     binary.chmod(0o755)
     assert find_server(embedded_spec(configured({"embedded.llama_server": str(binary)}))).path == str(binary)
-    with pytest.raises(EmbeddedError, match="gone"):
+    with pytest.raises(ConfigError, match="gone"):
         find_server(embedded_spec(configured({"embedded.llama_server": str(tmp_path / "gone")})))
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import importlib.util
 import json
 import os
@@ -24,11 +25,11 @@ import trio
 from kvstream.adapters.slot_calls import SlotDone
 from kvstream.config import Config
 from kvstream.core.tokens import page_keys, salt
-from kvstream.errors import EmbeddedError, StoreError
+from kvstream.errors import ConfigError, EmbeddedError, KVStreamError, StoreError
 from kvstream.gateway import embedded, embedded_child, embedded_find
 from kvstream.gateway.embedded import Died, EmbeddedServer, Launched, Loading, Restarting, Up, describe_event
 from kvstream.gateway.embedded_child import KeptLog
-from kvstream.gateway.embedded_find import EmbeddedSpec, FoundServer
+from kvstream.gateway.embedded_find import EmbeddedSpec, FoundServer, wrong_path
 from kvstream.gateway.embedded_place import claim_place
 from kvstream.gateway.serve import _with_slot_dir
 from kvstream.gateway.statedir import default_state_dir
@@ -387,9 +388,10 @@ def test_an_orphan_does_not_start() -> None:
 # --- what is refused --------------------------------------------------------------------------------------------------
 
 
-async def refusal(spec: EmbeddedSpec) -> str:
+async def refusal(spec: EmbeddedSpec, kind: type[KVStreamError] = ConfigError) -> str:
+    """By default exit code 2: systemd does not try again."""
     server = EmbeddedServer(spec)
-    with pytest.raises(EmbeddedError) as caught, trio.fail_after(20):
+    with pytest.raises(kind) as caught, trio.fail_after(20):
         await server.run()
     assert server.snapshot().state == "failed"
     return caught.value.message
@@ -415,7 +417,7 @@ def test_a_death_is_told_in_a_few_lines() -> None:
 async def test_broken_model_is_one_clear_error(model: Path, tmp_path: Path, no_binary: None) -> None:
     broken = tmp_path / "broken.gguf"
     broken.write_bytes(model.read_bytes()[:200_000])
-    message = await refusal(EmbeddedSpec(broken, state_dir=tmp_path / "s"))
+    message = await refusal(EmbeddedSpec(broken, state_dir=tmp_path / "s"), EmbeddedError)
     assert "broken.gguf ended with code 1" in message and "failed to load model" in message
     assert str(tmp_path / "s" / "logs" / "llama-server.log") in message
 
@@ -433,7 +435,7 @@ async def test_a_binary_that_cannot_run_is_one_clear_error(tmp_path: Path, gguf:
     script = tmp_path / "llama-server"
     script.write_text("#!/no/such/interpreter\n", encoding="utf-8")
     script.chmod(0o755)
-    message = await refusal(EmbeddedSpec(gguf, llama_server=str(script), state_dir=tmp_path / "s"))
+    message = await refusal(EmbeddedSpec(gguf, llama_server=str(script), state_dir=tmp_path / "s"), EmbeddedError)
     assert f"cannot run {script}: No such file or directory" in message
 
 
@@ -441,6 +443,7 @@ async def test_unwritable_state_directory(tmp_path: Path, gguf: Path, fake_binar
     (tmp_path / "file").write_text("", encoding="utf-8")
     message = await refusal(EmbeddedSpec(gguf, state_dir=tmp_path / "file" / "deeper"))
     assert "cannot be written" in message and "embedded.state_dir" in message
+    assert wrong_path(OSError(errno.EROFS, "")) and not wrong_path(OSError(errno.ENOSPC, ""))  # there may be room later
 
 
 async def test_foreign_flags_are_refused_for_the_wheel(tmp_path: Path, gguf: Path, no_binary: None) -> None:
