@@ -41,6 +41,11 @@ def print_(what: str, user: bool, config: Path | None) -> None:
         places = made.Places(user)
         config = places.config if config is None else made.from_here(config)
         click.echo(made.unit(made.program(user=user).command, config, user=user), nl=False)
+        if not user:
+            try:
+                made.check_environment()
+            except KVStreamError as error:
+                click.echo(f"kvstream: warning: {error}", err=True)
     else:
         click.echo(made.text_of("kvstream.socket" if what == "socket" else f"{what}.conf"), nl=False)
 

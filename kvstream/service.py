@@ -144,13 +144,21 @@ def hidden_from_service(path: Path) -> bool:
 
 
 def check_environment() -> None:
-    """*Errors*: ``KVStreamError`` where a system service cannot see the Python environment that runs here."""
-    parts = (Path(sys.executable), Path(sys.prefix), Path(sys.base_prefix), Path(__file__).parent)
-    unseen = [str(path) for path in parts if not seen_by_service(path.resolve())]
+    """*Errors*: ``KVStreamError`` where a system service cannot see the Python that runs here, or what it imports."""
+    here = form()
+    if here == "executable":
+        return
+    python = Path(sys.executable)
+    parts = [python, python.resolve(), Path(sys.prefix).resolve(), Path(sys.base_prefix).resolve()]
+    if here == "source":
+        parts.append(Path(__file__).parent.resolve())
+    unseen = [str(path) for path in parts if not seen_by_service(path)]
     if unseen:
+        what, other = (("this KVStream is installed", "install it elsewhere (/opt)") if here == "source" else
+                       ("the Python of this KVStream is", "start the file with another Python (/usr/bin/python3)"))
         raise KVStreamError(
-            f"a system service does not see {unseen[0]}, where this KVStream is installed (a home folder, or closed to "
-            "others): use --user, install it elsewhere (/opt), or take the one-file executable")
+            f"a system service does not see {unseen[0]}, where {what} (a home folder, or closed to others): use "
+            f"--user, {other}, or take the one-file executable")
 
 
 # --- writing ----------------------------------------------------------------------------------------------------------
@@ -216,7 +224,7 @@ def plan(places: Places, config: Path | None, *, template: str, socket: bool = F
 
     *Errors*: ``ConfigError``, ``KVStreamError``.
     """
-    if form() == "source" and not places.user:
+    if not places.user:
         check_environment()
     installer, found = Installer(places, force), program(user=places.user)
     if found.copied_from is not None:

@@ -212,6 +212,26 @@ def test_other_forms(monkeypatch: pytest.MonkeyPatch, executable: Path) -> None:
 
 
 @posix
+@pytest.mark.parametrize("name", ["prefix", "base_prefix", "executable"])
+def test_a_python_in_a_home_folder_runs_no_system_service(
+        monkeypatch: pytest.MonkeyPatch, executable: Path, tmp_path: Path, name: str) -> None:
+    """Nor by a link that leads out of it: the link itself is not seen."""
+    for each, usual in (("executable", "/usr/bin/env"), ("prefix", "/usr"), ("base_prefix", "/usr")):
+        monkeypatch.setattr(sys, each, usual)
+    monkeypatch.setattr(service, "form", lambda: "zipapp")
+    service.check_environment()
+    link = executable.parent / "python3"
+    link.symlink_to("/usr/bin/env")
+    monkeypatch.setattr(sys, name, str(link if name == "executable" else link.parent))
+    done = run("install", "--root", str(tmp_path / "root"))
+    assert done.exit_code == 1 and "where the Python of this KVStream is" in done.output and "--user" in done.output
+    assert not (tmp_path / "root").exists() and "does not see" in run("print").stderr
+    assert run("install", "--user").exit_code == 0
+    monkeypatch.setattr(service, "form", lambda: "executable")
+    service.check_environment()
+
+
+@posix
 def test_a_file_that_others_may_not_read_is_copied(monkeypatch: pytest.MonkeyPatch, executable: Path) -> None:
     monkeypatch.setattr(service, "HIDDEN", ())
     for path in executable.parents:
