@@ -41,16 +41,22 @@ class Axis:
         return min(1.0, max(0.0, share)) if -1e-9 <= share <= 1 + 1e-9 else None  # NaN is between nothing
 
 
+# By ``Line.over``. Periods of 18, 14, 8 and 21 pixels: gaps of one are not for long those of another.
+DASHES: tuple[tuple[float, ...], ...] = ((), (12, 6), (5, 9), (2, 6), (9, 5, 2, 5))
+WIDTHS = (3.2, 2.0, 2.0, 2.0, 2.0)
+RADII = (4.0, 3.0, 2.2, 1.6, 1.6)
+
+
 @frozen
 class Line:
     """Points in order; one that cannot be drawn leaves a gap. ``steps``: a value holds until the next one. ``dots``:
-    each point is marked, and says what it is when it is pointed at."""
+    each point is marked, and says what it is when it is pointed at. ``over``: how many lines before it may lie where it
+    does; it is dashed, and its dots are smaller, so that all of them are seen."""
 
     label: str
     points: tuple[tuple[float, float], ...]
     colour: int | None = GREY
-    dashed: bool = False
-    thin: bool = False
+    over: int = 0
     steps: bool = False
     dots: bool = False
 

@@ -46,10 +46,10 @@ def picture_of(points: Sequence[Point], setup: Setup) -> Picture:
     return Picture(title(setup, points[0].device, points[0].source), tuple(panel(contexts, points) for panel in panels))
 
 
-def _line(points: Sequence[Point], name: str, words: str, colour: int | None, *, dashed: bool = False,
-          thin: bool = False, dots: bool = True) -> Line:
+def _line(points: Sequence[Point], name: str, words: str, colour: int | None, over: int = 0, *,
+          dots: bool = True) -> Line:
     """Points that have no such figure are left out."""
-    return Line(words, _known(points, name), colour, dashed=dashed, thin=thin, dots=dots)
+    return Line(words, _known(points, name), colour, over=over, dots=dots)
 
 
 def _known(points: Sequence[Point], name: str) -> tuple[tuple[float, float], ...]:
@@ -67,12 +67,11 @@ def _published(points: Sequence[Point], name: str) -> Diamonds:
 
 def _decode(x: Axis, points: Sequence[Point]) -> Panel:
     return _panel(
-        "Decode", x, "tokens/s",
-        _line(points, "baseline_decode_tps", "if everything were resident", GREY, dashed=True, dots=False),
-        _line(points, "all_resident_decode_tps", "all resident", GREEN, thin=True),
-        _line(points, "host_only_decode_tps", "no page resident", ORANGE, thin=True),
-        _line(points, "managed_decode_tps", "managed memory", PINK, thin=True),
-        _line(points, "decode_tps", points[0].source, BLUE), _published(points, "published_decode_tps"))
+        "Decode", x, "tokens/s", _line(points, "decode_tps", points[0].source, BLUE),
+        _line(points, "baseline_decode_tps", "if everything were resident", GREY, 1, dots=False),
+        _line(points, "all_resident_decode_tps", "all resident", GREEN, 2),
+        _line(points, "host_only_decode_tps", "no page resident", ORANGE, 3),
+        _line(points, "managed_decode_tps", "managed memory", PINK, 4), _published(points, "published_decode_tps"))
 
 
 def _prefill(x: Axis, points: Sequence[Point]) -> Panel:
@@ -85,29 +84,29 @@ def _times(x: Axis, points: Sequence[Point]) -> Panel:
     return _panel(
         "A decoded token", x, "ms per token",
         Band(beyond, tuple((point.prompt_tokens / K, point.compute_ms, point.token_ms) for point in points), RED),
-        _line(points, "compute_ms", "computation", GREEN), _line(points, "copy_ms", "copies", ORANGE),
-        _line(points, "token_ms", "token", BLUE, dots=False))
+        _line(points, "token_ms", "token", BLUE, dots=False), _line(points, "compute_ms", "computation", GREEN, 1),
+        _line(points, "copy_ms", "copies", ORANGE, 2))
 
 
 def _entries(x: Axis, points: Sequence[Point]) -> Panel:
     return _panel(
         "The token that enters a new page", x, "ms per token",
         _line(points, "token_ms", "average token", BLUE, dots=False),
-        _line(points, "page_entry_ms", "token that enters a new page", GREEN, dashed=True),
-        _line(points, "page_entry_reload_ms", "the same if a new split reloaded the pool", RED))
+        _line(points, "page_entry_ms", "token that enters a new page", GREEN, 1),
+        _line(points, "page_entry_reload_ms", "the same if a new split reloaded the pool", RED, 2))
 
 
 def _pool(x: Axis, points: Sequence[Point]) -> Panel:
     return _panel("Memory and copies", x, "MiB", _line(points, "pool_mib", "pool", BLUE),
-                  _line(points, "h2d_mib_per_token", "copied to the device per token", ORANGE))
+                  _line(points, "h2d_mib_per_token", "copied to the device per token", ORANGE, 1))
 
 
 def _split(x: Axis, points: Sequence[Point]) -> Panel:
     return _panel(
         "How the pool is divided", x, "pages",
-        _line(points, "stream_max_active_pages", "pages per layer", GREY, dashed=True, dots=False),
         _line(points, "stream_min_resident_pages", "resident per layer", BLUE),
-        _line(points, "stream_max_ring_slots", "cells of the ring", ORANGE))
+        _line(points, "stream_max_active_pages", "pages per layer", GREY, 1, dots=False),
+        _line(points, "stream_max_ring_slots", "cells of the ring", ORANGE, 2))
 
 
 # --- the table and the page -------------------------------------------------------------------------------------------

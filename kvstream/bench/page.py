@@ -21,7 +21,8 @@ body{font:15px/1.5 system-ui,-apple-system,'Segoe UI','DejaVu Sans',sans-serif;m
 padding:1.5em;color:#222222;background:#ffffff;overflow-wrap:anywhere}
 h1{font-size:1.5em;margin:0 0 .5em}h2{font-size:1.15em;margin:2em 0 .5em}
 p{margin:.35em 0}.lead{font-size:1.1em}.warn{border-left:4px solid #d55e00;padding-left:.7em}
-.pictures{display:flex;flex-wrap:wrap;align-items:flex-end;gap:28px 40px;margin-top:1.5em}.pictures svg{flex:0 1 570px}
+.pictures{display:grid;grid-template-columns:repeat(auto-fill,minmax(min(100%,430px),1fr));align-items:end;
+gap:28px 40px;margin-top:1.5em}.pictures svg{width:100%}
 .scroll{overflow-x:auto}table{border-collapse:collapse;font-variant-numeric:tabular-nums}
 th,td{text-align:right;padding:.2em .6em;border-bottom:1px solid #dddddd;white-space:nowrap}
 th{border-bottom:2px solid #777777}.w{text-align:left}td.w{white-space:normal}

@@ -104,7 +104,7 @@ def _distribution(result: Result, measure: str, words: str) -> Panel:
         if steps:
             points = ((x.low, 0.0), (some[0], 0.0), *steps, (x.high, steps[-1][1]))
             marks.append(Line(f"{one.target.label} ({one.whole.served} of {sent} served)", points, _colour(place),
-                              dashed=place % 2 == 1, steps=True))
+                              over=place % 2, steps=True))
     marks += [Bound(f"SLO {seconds(bound_s)}", bound_s) for bound_s in bounds]
     return Panel(words, x, share("share of all requests sent that had it by then"), tuple(marks))
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from ..errors import ConfigError
 from ..parts import to_add
-from .chart import COLOURS, Band, Bound, Diamonds, Mark, Panel, Picture, Row
+from .chart import COLOURS, DASHES, RADII, WIDTHS, Band, Bound, Diamonds, Mark, Panel, Picture, Row
 from .sheet import printable
 from .svg import WIDTH, height_of
 
@@ -102,8 +102,11 @@ def _mark(axes: Any, mark: Mark) -> Any:
     x, y = zip(*mark.points, strict=True)
     if isinstance(mark, Diamonds):
         return axes.plot(x, y, "D", color=_colour(mark.colour), markersize=5)[0]
-    return axes.plot(x, y, color=_colour(mark.colour), linestyle="--" if mark.dashed else "-", marker="." * mark.dots,
-                     linewidth=1 if mark.thin else 1.7, drawstyle="steps-post" if mark.steps else "default")[0]
+    width = WIDTHS[mark.over] * 0.75  # points
+    dashes = (0.0, tuple(length * 0.75 / width for length in DASHES[mark.over])) if mark.over else "-"
+    return axes.plot(x, y, color=_colour(mark.colour), linestyle=dashes, linewidth=width, marker="o" * mark.dots,
+                     markersize=RADII[mark.over] * 1.5, markeredgewidth=0,
+                     drawstyle="steps-post" if mark.steps else "default")[0]
 
 
 def _row(axes: Any, row: Row, place: int) -> None:

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from html import escape
 from itertools import groupby
 
-from .chart import COLOURS, Axis, Band, Bound, Diamonds, Line, Mark, Panel, Picture, Row
+from .chart import COLOURS, DASHES, RADII, WIDTHS, Axis, Band, Bound, Diamonds, Line, Mark, Panel, Picture, Row
 from .sheet import printable
 
 WIDTH, PLOT_HEIGHT, ROW_HEIGHT, GAP, MARGIN = 570.0, 230.0, 24.0, 24.0, 16.0
@@ -26,7 +26,7 @@ STYLE = ("@media(prefers-color-scheme:dark){.k-ink{fill:#dddddd}.k-inks{stroke:#
 FONT = 'font-family="system-ui, -apple-system, \'Segoe UI\', \'DejaVu Sans\', sans-serif"'
 NARROW, BROAD = frozenset("iIjlrtf.,:;'|!()[] "), frozenset("mwMW@%")
 NARROWEST = 0.36  # of the width of letters to their height
-DASHES = "6 4"
+BOUND = "6 4"
 DOTS_MAX = 500
 
 
@@ -252,15 +252,15 @@ def _stairs(points: Sequence[tuple[float, float]]) -> str:
 def _dot(mark: Line | Diamonds, x: float, y: float, words: str) -> str:
     tip = f"{_fill(mark.colour)}><title>{escaped(words)}</title>"
     if isinstance(mark, Line):
-        return f'<circle cx="{_at(x)}" cy="{_at(y)}" r="3" {tip}</circle>'
+        return f'<circle cx="{_at(x)}" cy="{_at(y)}" r="{_at(RADII[mark.over])}" {tip}</circle>'
     return f'<path d="{_path([(x, y - 5), (x + 5, y), (x, y + 5), (x - 5, y)])}Z" {tip}</path>'
 
 
 def _stroke(mark: Line | Bound) -> str:
     if isinstance(mark, Bound):
-        return f'stroke="{INK}" class="k-inks" stroke-width="1.2" stroke-dasharray="{DASHES}"'
-    dashes = f' stroke-dasharray="{DASHES}"' if mark.dashed else ""
-    return f'{_stroke_colour(mark.colour)} stroke-width="{1.2 if mark.thin else 2}" stroke-linejoin="round"{dashes}'
+        return f'stroke="{INK}" class="k-inks" stroke-width="1.2" stroke-dasharray="{BOUND}"'
+    dashes = f' stroke-dasharray="{" ".join(map(_at, DASHES[mark.over]))}"' if mark.over else ""
+    return f'{_stroke_colour(mark.colour)} stroke-width="{_at(WIDTHS[mark.over])}" stroke-linejoin="round"{dashes}'
 
 
 def _stroke_colour(colour: int | None) -> str:

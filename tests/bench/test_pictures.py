@@ -24,7 +24,10 @@ from hypothesis import strategies as st
 from kvstream.bench import kvplot, plots, raster
 from kvstream.bench.chart import (
     BLUE,
+    DASHES,
+    RADII,
     RED,
+    WIDTHS,
     Axis,
     Band,
     Bound,
@@ -307,6 +310,27 @@ def test_a_sweep_makes_a_page() -> None:
     dots = [(float(dot.get("cx", "")), float(dot.get("cy", ""))) for dot in panel.all("circle")][-3:]
     expected = [(panel.x_of("0", "4", n / 4), panel.y_of("0", "100", 1 / n)) for n in (1, 2, 4)]
     assert numpy.allclose(dots, expected, atol=0.15)
+
+
+def test_lines_that_lie_on_each_other_are_all_seen() -> None:
+    """Each has stretches of some pixels, within a hundred, over which nothing is drawn; and dots that stick out."""
+    def on(over: int, at: int) -> bool:
+        lengths = DASHES[over]
+        begins = [sum(lengths[:n]) for n in range(0, len(lengths), 2)]
+        return not lengths or any(start <= at % sum(lengths) < start + lengths[2 * n]
+                                  for n, start in enumerate(begins))
+
+    for over in range(len(DASHES)):
+        seen_at = [at for at in range(100) if on(over, at) and not any(on(n, at) for n in range(over + 1, len(DASHES)))]
+        assert len(seen_at) >= 4, (over, seen_at)
+    assert sorted(set(RADII), reverse=True) == list(RADII[:4]) and len(WIDTHS) == len(RADII) == len(DASHES)
+
+
+def test_no_series_of_a_sweep_hides_another() -> None:
+    setup = Setup(PROFILES["rtx-5070-ti"], MODELS["smollm2-135m"], decode_tokens=4, pool_mib=64)
+    for panel in kvplot.picture_of([simulate(setup, 1024)], setup).panels:
+        lines = [mark.over for mark in panel.marks if isinstance(mark, Line)]
+        assert lines == list(range(len(lines))), panel.title
 
 
 # --- names from outside -----------------------------------------------------------------------------------------------
