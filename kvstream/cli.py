@@ -17,7 +17,6 @@ import sys
 import traceback
 from collections.abc import Callable, Iterator
 from functools import partial
-from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
@@ -30,6 +29,7 @@ from .cli_completion import VARIABLE as COMPLETE_VARIABLE
 from .cli_completion import completion
 from .cli_doctor import doctor, models
 from .cli_licenses import licenses
+from .cli_model import model_key
 from .cli_service import reload, service
 from .cli_words import config_option, files, words, words_of
 from .errors import ConfigError, KVStreamError, PortInUseError
@@ -168,7 +168,8 @@ for _command in (doctor, models, cache, completion, licenses, service, reload):
     main.add_command(_command)
 
 
-@main.command(short_help="Serve an OpenAI-compatible API in front of a runtime.")
+@main.command(short_help="Serve an OpenAI-compatible API in front of a runtime.",
+              context_settings={"allow_extra_args": True})
 @key_option("--backend", metavar="KIND", help="Kind of runtime: llamacpp, ollama or openai.")
 @key_option("--backend-url", metavar="URL",
               help="Where the runtime listens; http://127.0.0.1:8081 unless told otherwise, for llamacpp.")
@@ -192,6 +193,8 @@ def serve(ctx: click.Context, /, config: str | None, model: str | None, no_prefi
     In brackets: the key of kvstream.toml that an option sets (see check-config --template), and its default. With a
     GGUF file as --model no other server is needed.
     """
+    if ctx.args:
+        raise click.UsageError(f"{ctx.args[0]!r} belongs to no option; a model is given as --model {ctx.args[0]}", ctx)
     with _importing():
         loaded = _load(config, *serve_flags(model, no_prefix_cache, given))
         from .gateway.serve import run
@@ -226,8 +229,7 @@ def serve_flags(model: str | None, no_prefix_cache: bool,
     if model is not None:
         # Runtimes name models by file too: with a backend named on the same line it is a name, not a file to start.
         elsewhere = bool(given.get("backend_url")) or given.get("backend") not in (None, "llamacpp")
-        is_file = model.endswith(".gguf") or Path(model).is_file()
-        path = "embedded.model" if is_file and not elsewhere else "backend.model"
+        path = model_key(model, elsewhere=elsewhere)
         flags[path], names[path] = model, "--model"
     if no_prefix_cache:
         flags["prefix_cache.enabled"], names["prefix_cache.enabled"] = False, "--no-prefix-cache"

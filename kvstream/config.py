@@ -230,7 +230,8 @@ class AttentionConfig:
 class EmbeddedConfig:
     """A llama.cpp server that KVStream starts and supervises itself."""
 
-    model: str = key("", "Path of a GGUF file. Empty: no embedded server.")
+    model: str = key("", "Path of a GGUF file, from the folder where KVStream is started. Empty: no embedded "
+                       "server.")
     llama_server: str = key("", "Path of llama-server. Empty: the one on PATH, else the xllamacpp wheel.")
     slots: int = key(4, "Slots of the server, each with its own context.", unit="requests", low=1, high=256)
     context_tokens: int = key(4096, "Context of each slot.", unit="tokens", low=64)

@@ -125,7 +125,11 @@ def test_config_names_the_file(served: Served) -> None:
 
 @pytest.mark.parametrize(("arguments", "path"), [
     (["--model", "here"], "embedded.model"),  # an existing file, whatever its name
-    (["--model", "dir"], "backend.model"),
+    (["--model", "./here"], "embedded.model"),
+    (["--model", "org/model"], "backend.model"),
+    (["--model", "qwen3:8b"], "backend.model"),
+    (["--model", "./mine", "--backend-url", "http://h:1"], "backend.model"),
+    (["--model", "dir", "--backend", "openai", "--backend-url", "http://h:1"], "backend.model"),
     (["--model", "x.gguf", "--backend", "llamacpp"], "embedded.model"),
     (["--model", "x.gguf", "--backend-url", "http://h:1"], "backend.model"),
     (["--model", "x.gguf", "--backend", "openai", "--backend-url", "http://h:1"], "backend.model"),
@@ -135,6 +139,23 @@ def test_a_model_is_a_file_to_start_or_a_name_to_ask_for(arguments: list[str], p
     Path("dir").mkdir()
     assert invoke("serve", *arguments).exit_code == 0
     assert served.loaded[-1].config.get(path) == arguments[1]
+
+
+@pytest.mark.parametrize(("model", "said"), [
+    ("", "is empty"), (" ", "is empty"), ("./nothing", "{here}/nothing does not exist"),
+    ("../nothing", "/nothing does not exist"), ("~/m/x.bin", "{home}/m/x.bin does not exist"),
+    ("~nobody9/x", "~nobody9/x does not exist"), ("/nothing", "/nothing does not exist"),
+    ("dir", "{here}/dir is a folder"), ("./dir/", "{here}/dir is a folder"), ("org/dir", "{here}/org/dir is a folder"),
+])
+def test_a_mistyped_path_does_not_become_a_name(model: str, said: str, served: Served,
+                                                monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", "/home/me")
+    Path("dir").mkdir()
+    Path("org/dir").mkdir(parents=True)
+    result = invoke("serve", "--model", model)
+    assert result.exit_code == 2 and not served.loaded and len(result.stderr.splitlines()) == 1
+    assert said.format(here=Path.cwd(), home="/home/me") in result.stderr and "a name" in result.stderr.replace(
+        "the name", "a name")
 
 
 # --- exit codes and messages ------------------------------------------------------------------------------------------
@@ -191,6 +212,11 @@ def test_wrong_flags_and_wrong_files_are_told_together(served: Served) -> None:
 def test_usage_errors(arguments: list[str], served: Served) -> None:
     result = invoke(*arguments)
     assert result.exit_code == 2 and "Traceback" not in result.output and result.stderr
+
+
+def test_a_model_without_its_option(served: Served) -> None:
+    result = invoke("serve", "model.gguf")
+    assert result.exit_code == 2 and not served.loaded and "given as --model model.gguf" in result.stderr
 
 
 def test_demo(served: Served) -> None:

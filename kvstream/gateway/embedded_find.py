@@ -113,10 +113,11 @@ def check_model(model: Path) -> None:
         with model.open("rb") as file:
             magic = file.read(4)
     except FileNotFoundError:
-        raise ConfigError(f"the model file {model} does not exist") from None
+        from_here = "" if model.is_absolute() else f" ({model} is meant from the folder where KVStream was started)"
+        raise ConfigError(f"the model file {model.absolute()} does not exist{from_here}") from None
     except OSError as error:
         kind = ConfigError if wrong_path(error) else EmbeddedError
-        raise kind(f"the model file {model} cannot be read: {error.strerror}") from error
+        raise kind(f"the model file {model.absolute()} cannot be read: {error.strerror}") from error
     if magic != b"GGUF":
         begins = magic.decode("ascii", "backslashreplace")
         raise ConfigError(f"{model} is not a GGUF model (it starts with {begins!r}, not with 'GGUF')")

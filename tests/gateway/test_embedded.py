@@ -406,6 +406,8 @@ async def test_model_file_is_checked_first(tmp_path: Path) -> None:
     ):
         assert words in await refusal(EmbeddedSpec(path, state_dir=tmp_path / "s"))
     assert not (tmp_path / "s").exists()
+    said = await refusal(EmbeddedSpec("mine/none.gguf", state_dir=tmp_path / "s"))
+    assert f"{Path.cwd()}/mine/none.gguf does not exist" in said and "the folder where KVStream was started" in said
 
 
 def test_a_death_is_told_in_a_few_lines() -> None:
