@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import io
 import json
@@ -10,6 +11,7 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -560,7 +562,25 @@ def test_one_that_says_nothing_is_not_alive(monkeypatch: pytest.MonkeyPatch) -> 
     assert result.exit_code == 1 and "does not answer: timed out" in result.stderr
 
 
-@pytest.mark.parametrize("url", ["nonsense", "ftp://h", "http://", "http://h:x", "http://[::1"])
+@pytest.mark.parametrize("sent", [b"H", b"\x1b]0;evil\x07\r\n\r\n"])
+def test_one_that_says_little_is_not_alive(sent: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A byte now and then, and what would steer a terminal."""
+    monkeypatch.setattr(alive, "ANSWER_S_MAX", 0.3)
+
+    def says() -> None:
+        connection, _ = little.accept()
+        with connection, contextlib.suppress(OSError):
+            while True:
+                connection.sendall(sent)
+                time.sleep(0.02)
+
+    with socket.create_server(("127.0.0.1", 0)) as little:
+        threading.Thread(target=says, daemon=True).start()
+        result = invoke("health", "--live", "--url", f"http://127.0.0.1:{little.getsockname()[1]}")
+    assert result.exit_code == 1 and ("timed out" if sent == b"H" else r"\x1b]0;evil\x07") in result.stderr
+
+
+@pytest.mark.parametrize("url", ["nonsense", "ftp://h", "http://", "http://h:x", "http://[::1", "http://a..b", "http://h/é"])
 def test_alive_wants_a_url(url: str) -> None:
     result = invoke("health", "--live", "--url", url)
     assert result.exit_code == 2 and result.stderr.startswith("kvstream: --url must be a URL")

@@ -8,7 +8,10 @@ that wants every core: so neither httpx nor rich is imported, which takes half o
 
 from __future__ import annotations
 
+import contextlib
 import http.client
+import socket
+import threading
 from urllib.parse import urlsplit
 
 from ..config import ServerConfig
@@ -31,19 +34,33 @@ def live_line(url: str) -> str:
     """One sentence. *Errors*: KVStreamError unless a KVStream answers on /health; ConfigError for a URL that is none.
     """
     connection, path = _connection(url)
+    patience = threading.Timer(ANSWER_S_MAX, _hang_up, [connection])  # each byte has ANSWER_S_MAX of its own
+    patience.daemon = True
+    patience.start()
     try:
         connection.request("GET", f"{path}/health", headers={"connection": "close"})
         reply = connection.getresponse()
+    except UnicodeError as error:
+        raise ConfigError(f"--url must be a URL such as http://127.0.0.1:8080, not {url!a}") from error
     except (OSError, http.client.HTTPException) as error:
-        raise BackendUnavailableError(
-            f"{url} does not answer: {error or type(error).__name__}. {ELSEWHERE}") from error
+        said = "timed out" if patience.finished.is_set() else str(error) or type(error).__name__
+        said = ascii(said)[1:-1]  # it may be what came, and that must not steer a terminal
+        raise BackendUnavailableError(f"{url} does not answer: {said[:200]}. {ELSEWHERE}") from error
     finally:
+        patience.cancel()
         connection.close()
     if reply.getheader(VERSION_HEADER) is None:
         raise KVStreamError(f"{url} answers, but that is not a KVStream.")
     if reply.status != 200:
         raise KVStreamError(f"{url} answers {reply.status} on /health: not healthy.")
     return f"{url} is alive."
+
+
+def _hang_up(connection: http.client.HTTPConnection) -> None:
+    sock = getattr(connection, "sock", None)
+    if sock is not None:
+        with contextlib.suppress(OSError):
+            sock.shutdown(socket.SHUT_RDWR)
 
 
 def _connection(url: str) -> tuple[http.client.HTTPConnection, str]:
