@@ -65,9 +65,10 @@ def install(user: bool, config: Path | None, socket: bool, gpu: bool, lan: bool,
             root: Path) -> None:
     """Write the unit, and say how to start it.
 
-    What is there already and differs is not replaced without --force. An executable that lies where a system service
-    cannot see it (a home folder) is copied to /usr/local/bin/kvstream; a missing configuration is written with all of
-    its defaults as comments.
+    What is there already and differs is not replaced without --force, and a configuration never. So a service is
+    upgraded by `install --force` of the new file and the commands that are printed then, which restart it. An
+    executable that lies where a system service cannot see it (a home folder) is copied to /usr/local/bin/kvstream; a
+    missing configuration is written with all of its defaults as comments.
     """
     from . import config_show
     from . import service as made
@@ -77,26 +78,39 @@ def install(user: bool, config: Path | None, socket: bool, gpu: bool, lan: bool,
     if start and root != Path("/"):
         raise ConfigError("--start: what is in an image cannot be started here")
     places = made.Places(user, made.from_here(root))
+    unit = places.units / "kvstream.service"
     try:
+        again = unit.exists()
         installer = made.plan(places, config, template=config_show.commented_toml(), socket=socket, gpu=gpu, lan=lan,
                               force=force)
         installer.check()
+        faults = made.faults_of_config(places, config or places.config)
     except OSError as error:
         raise made.cannot(places, error) from error
+    if faults and start:
+        raise ConfigError([*faults, "nothing was written: it would not start"])
     installer.write()
     for line in installer.done:
         click.echo(line)
-    systemctl = ["systemctl", *(["--user"] if user else [])]
+    for line in faults:
+        click.echo(f"kvstream: warning: the service will not start with this: {line}", err=True)
     units = ["kvstream.socket", "kvstream.service"] if socket else ["kvstream.service"]
-    # A KVStream that runs already has the port that systemd is to listen on.
-    commands = [[*systemctl, "daemon-reload"], *([[*systemctl, "stop", units[-1]]] if socket else []),
-                [*systemctl, "enable", "--now", *units]]
+    if root != Path("/"):
+        click.echo(f"Next, so that it starts when the image does:\n  systemctl --root {places.root} enable "
+                   + " ".join(units))
+        return
+    systemctl = ["systemctl", *(["--user"] if user else [])]
+    commands = [[*systemctl, "daemon-reload"]]
+    if socket:  # a KVStream that runs already has the port that systemd is to listen on
+        commands.append([*systemctl, "stop", units[-1]])
+    elif again:  # one that runs is the old file, with the old unit
+        commands.append([*systemctl, "try-restart", units[-1]])
+    commands.append([*systemctl, "enable", "--now", *units])
     if start:
         _run_all(commands)
     else:
         journal = f"journalctl {'--user ' if user else ''}-u kvstream -f"
-        again = f"  {' '.join(systemctl)} restart kvstream  # only if an older one runs"
-        click.echo("\n".join(["Next:", *(f"  {' '.join(command)}" for command in commands), again, f"  {journal}"]))
+        click.echo("\n".join(["Next:", *(f"  {' '.join(command)}" for command in commands), f"  {journal}"]))
 
 
 def _run_all(commands: list[list[str]]) -> None:
@@ -109,7 +123,7 @@ def _run_all(commands: list[list[str]]) -> None:
             raise KVStreamError(f"cannot run {command[0]}: {error.strerror}; does systemd run this machine?") from error
         if code:
             raise KVStreamError(f"`{' '.join(command)}` ended with {code}; the files are written")
-    click.echo("started; `systemctl status kvstream` shows how it is")
+    click.echo(f"started; `{' '.join(commands[0][:-1])} status kvstream` shows how it is")
 
 
 @click.command("reload", short_help="Let a running KVStream read its configuration again.")

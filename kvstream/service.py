@@ -181,8 +181,9 @@ class Installer:
         """*Errors*: ``KVStreamError`` naming every file that is there and differs, unless ``force``."""
         differ = [str(path) for path, content, _ in self._to_do if path.exists() and not _is(path, content)]
         if differ and not self.force:
-            raise KVStreamError(f"{', '.join(differ)}: there already, with other contents; nothing was written "
-                                "(--force replaces, `kvstream service print` shows what would be written)")
+            raise KVStreamError(f"{', '.join(differ)}: there already, with other contents; nothing was written. "
+                                "To upgrade, the same with --force: it replaces these, never a configuration "
+                                "(`kvstream service print` shows the unit)")
 
     def write(self) -> None:
         """*Errors*: ``KVStreamError`` for what cannot be written."""
@@ -236,7 +237,7 @@ def plan(places: Places, config: Path | None, *, template: str, socket: bool = F
     else:
         config = from_here(config)
         if not places.on_disk(config).is_file():
-            raise ConfigError(f"--config: there is no file {config}")
+            raise ConfigError(f"--config: there is no file {places.on_disk(config)}")
         if not places.user and hidden_from_service(config):
             raise ConfigError(f"--config: {config} is where a system service does not see it (ProtectHome, PrivateTmp)"
                               f"; {CONFIG} is the usual place")
@@ -248,3 +249,33 @@ def plan(places: Places, config: Path | None, *, template: str, socket: bool = F
         if wanted:
             installer.add(folder / "kvstream.service.d" / name, text_of(name))
     return installer
+
+
+def faults_of_config(places: Places, config: Path) -> list[str]:
+    """Why the service would not start with this configuration, as far as can be told from here. In an image what it
+    names is elsewhere, and half of it may come from a drop-in's variables."""
+    from .config import load_config
+
+    file, here = places.on_disk(config), places.root == Path("/")
+    if not file.exists():
+        return []
+    try:
+        if not places.user and not file.stat().st_mode & stat.S_IROTH:
+            return [f"{file}: the service's user may not read it (chmod o+r); keys belong into kvstream.env beside it"]
+        found = load_config(file, _variables(file.with_name("kvstream.env")), {}, {}, together=here).config
+    except ConfigError as error:
+        return error.problems
+    model = found.embedded.model
+    if model and here and not places.user and hidden_from_service(Path(model).absolute()):
+        return [f"embedded.model: {model} is where a system service does not see it; /srv is a place"]
+    return []
+
+
+def _variables(path: Path) -> dict[str, str]:
+    """Those of an EnvironmentFile: as far as somebody who may not read it, and its plain lines, tell."""
+    try:
+        lines = path.read_text("utf-8").splitlines()
+    except (OSError, UnicodeError):
+        return {}
+    pairs = (line.strip().partition("=") for line in lines if re.match(r"\s*[A-Za-z_]\w*=", line))
+    return {name: value.strip("\"'") for name, _, value in pairs}

@@ -136,7 +136,8 @@ def test_install_writes_a_service_that_can_be_started(executable: Path, tmp_path
     assert sorted(path.name for path in (units / "kvstream.service.d").iterdir()) == ["gpu.conf", "lan.conf"]
     config = root / "etc/kvstream/kvstream.toml"
     assert config.read_text("utf-8") == (ROOT / "kvstream.toml").read_text("utf-8")
-    assert "daemon-reload\n  systemctl stop kvstream.service\n  systemctl enable --now kvstream.socket" in done.output
+    assert f"systemctl --root {root} enable kvstream.socket kvstream.service" in done.output
+    assert done.output.count("systemctl") == 1  # none that means this machine
     config.write_text("# mine\n", "utf-8")
     again = run("install", "--root", str(root), "--socket", "--gpu", "--lan")
     assert again.exit_code == 0 and again.output.count("is there already") == 5
@@ -175,7 +176,13 @@ def test_a_users_service_starts_the_file_where_it_is(executable: Path, tmp_path:
     text = (tmp_path / "config/systemd/user/kvstream.service").read_text("utf-8")
     config = tmp_path / "config/kvstream/kvstream.toml"
     assert values(text, "ExecStart") == [f'"{executable}" serve --config {config}'] and config.is_file()
-    assert "systemctl --user enable --now kvstream.service" in done.output
+    assert "daemon-reload\n  systemctl --user enable --now kvstream.service" in done.output
+    executable.write_bytes(b"newer")  # an upgrade in place: nothing is to be written, but what runs is the old one
+    done = run("install", "--user")
+    assert "daemon-reload\n  systemctl --user try-restart kvstream.service\n" in done.output
+    done = run("install", "--user", "--socket")
+    assert ("daemon-reload\n  systemctl --user stop kvstream.service\n  systemctl --user enable --now kvstream.socket"
+            in done.output)
     for words in (["--gpu"], ["--lan"], ["--root", str(tmp_path)]):
         assert run("install", "--user", *words).exit_code == 2
 
@@ -190,12 +197,38 @@ def test_a_configuration_of_ones_own(executable: Path, tmp_path: Path) -> None:
     assert values(text, "ExecStart") == ["/usr/local/bin/kvstream serve --config /srv/my.toml"]
     assert not (root / "etc/kvstream").exists()
     done = run("install", "--root", str(root), "--config", "/srv/none.toml")
-    assert done.exit_code == 2 and "there is no file /srv/none.toml" in done.output
+    assert done.exit_code == 2 and f"there is no file {root}/srv/none.toml" in done.output
     hidden = executable.parent / "my.toml"
     (root / str(hidden)[1:]).parent.mkdir(parents=True)
     (root / str(hidden)[1:]).write_text("", "utf-8")
     done = run("install", "--root", str(root), "--config", str(hidden))
     assert done.exit_code == 2 and "does not see it" in done.output
+
+
+@posix
+def test_a_configuration_that_would_not_do_is_said(executable: Path, tmp_path: Path,
+                                                   monkeypatch: pytest.MonkeyPatch) -> None:
+    root = tmp_path / "root"
+    config = root / "etc/kvstream/kvstream.toml"
+    config.parent.mkdir(parents=True)
+    config.write_text("[server]\nprot = 1\n", "utf-8")
+    done = run("install", "--root", str(root))
+    assert done.exit_code == 0 and "warning: the service will not start with this: " in done.stderr
+    assert "prot" in done.stderr
+    config.write_text("", "utf-8")
+    config.with_name("kvstream.env").write_text("# x\nKVSTREAM_SERVER__PORT='x'\n", "utf-8")
+    assert "KVSTREAM_SERVER__PORT" in run("install", "--root", str(root)).stderr
+    config.with_name("kvstream.env").unlink()
+    monkeypatch.setenv("KVSTREAM_SERVER__PORT", "x")  # this shell's, and not the service's
+    assert run("install", "--root", str(root)).stderr == ""
+    config.chmod(0o600)
+    assert "may not read it" in run("install", "--root", str(root)).stderr
+    mine = tmp_path / "k.toml"
+    mine.write_text("[server]\nprot = 1\n", "utf-8")
+    done = run("install", "--user", "--config", str(mine), "--start")
+    assert done.exit_code == cli.ConfigFailure.exit_code and "nothing was written" in done.output
+    mine.write_text(f'[embedded]\nmodel = "{executable}"\n', "utf-8")
+    assert "does not see it" in str(service.faults_of_config(service.Places(False), mine))
 
 
 @posix
