@@ -107,13 +107,47 @@ def install(user: bool, config: Path | None, socket: bool, gpu: bool, lan: bool,
         commands.append([*systemctl, "try-restart", units[-1]])
     commands.append([*systemctl, "enable", "--now", *units])
     if start:
-        _run_all(commands)
+        _run_all(commands, "the files are written")
+        click.echo(f"started; `{' '.join(systemctl)} status kvstream` shows how it is")
     else:
         journal = f"journalctl {'--user ' if user else ''}-u kvstream -f"
         click.echo("\n".join(["Next:", *(f"  {' '.join(command)}" for command in commands), f"  {journal}"]))
 
 
-def _run_all(commands: list[list[str]]) -> None:
+@service.command(short_help="Stop the service and remove its unit.")
+@_user_option
+@click.option("--root", metavar="DIR", type=click.Path(path_type=Path), default=Path("/"),
+              help="Remove below DIR, from an image.")
+def uninstall(user: bool, root: Path) -> None:
+    """Stop the service, remove the files that `install` wrote for systemd, and say what is left.
+
+    That is the configuration, keys, saved KV, what was unpacked, a copy of the program, and drop-ins of your own.
+    """
+    from . import service as made
+    from . import service_remove
+
+    if user and root != Path("/"):
+        raise ConfigError("--root is for a system service")
+    places = made.Places(user, made.from_here(root))
+    try:
+        found = service_remove.find(places)
+    except OSError as error:
+        raise KVStreamError(f"cannot look at {error.filename}: {error.strerror}") from error
+    systemctl = ["systemctl", *(["--user"] if user else [])]
+    running = service_remove.systemd_runs(places)
+    if running and found.units:
+        _run_all([[*systemctl, "disable", "--now", *found.units]], "nothing was removed")
+    for line in service_remove.remove(found):
+        click.echo(line)
+    if not found.ours:
+        click.echo(f"no service of KVStream is in {places.units}" + ("" if user else "; --user looks for yours"))
+    elif running:
+        _run_all([[*systemctl, "daemon-reload"]], "the files are removed")
+    for line in service_remove.left(places, found):
+        click.echo(line)
+
+
+def _run_all(commands: list[list[str]], so_far: str) -> None:
     from .gateway.embedded_child import clean_environment
 
     for command in commands:
@@ -122,8 +156,7 @@ def _run_all(commands: list[list[str]]) -> None:
         except OSError as error:
             raise KVStreamError(f"cannot run {command[0]}: {error.strerror}; does systemd run this machine?") from error
         if code:
-            raise KVStreamError(f"`{' '.join(command)}` ended with {code}; the files are written")
-    click.echo(f"started; `{' '.join(commands[0][:-1])} status kvstream` shows how it is")
+            raise KVStreamError(f"`{' '.join(command)}` ended with {code}; {so_far}")
 
 
 @click.command("reload", short_help="Let a running KVStream read its configuration again.")

@@ -30,7 +30,7 @@ ROOT = BUILD.parent
 sys.path[:0] = [str(BUILD), str(Path(__file__).parent)]
 
 from nspawn import Machine, make_root  # noqa: E402
-from rig import CONFIG, Trial, load  # noqa: E402
+from rig import CONFIG, DROPIN, Trial, load  # noqa: E402
 from smoke import Failed, Stream, answers, check, free_port, wait_for  # noqa: E402
 
 EXPOSURE_MAX = 1.5
@@ -281,6 +281,8 @@ def embedded(t: Trial) -> str:
     check("/var/lib/private/kvstream/slots" in state, state)
     t.configure(f"[server]\nport = {t.port}\n{model.replace('model.gguf', 'none.gguf')}", unit="StartLimitBurst=2\n")
     check(t.machine.systemctl("start", "kvstream", check=False).returncode, "started without a model")
+    found = t.show("ExecMainStatus", "NRestarts")
+    check(found == {"ExecMainStatus": "2", "NRestarts": "0"}, found)
     return (f"ready after {seconds:.1f} s, when the model was there (TimeoutStartSec=8); an answer; no page that can "
             "be written and executed; without the model systemctl start fails")
 
@@ -317,8 +319,24 @@ def of_a_user(t: Trial) -> str:
     return "installed with --start, ready, reload, stop: Result=success"
 
 
+def uninstalled(t: Trial) -> str:
+    m = t.machine
+    t.configure()
+    m.run("/root/kvstream", "service", "install", "--socket", "--lan", "--start", "--force")
+    done = m.run("/usr/local/bin/kvstream", "service", "uninstall")
+    check(not t.pids() and done.stdout.count(": removed") == 3, done)
+    check(f"{DROPIN}: is not from" in done.stdout, done)
+    places = ("/etc", "/var/lib", "/var/cache", "/usr/local")
+    m.run("rm", "-r", str(Path(DROPIN).parent))
+    m.run("sh", "-ec", done.stdout.splitlines()[-1])
+    left = m.run("find", *places, "-name", "*kvstream*").stdout
+    check(not left, left)
+    return "socket and service stopped, links and units gone; with the command that it prints, all else"
+
+
 TRIED = (installed, exposure, started, stopped_with_a_stream, drained_longer_than_the_timeout, watched_when_stopped,
-         watched_when_stuck, killed, reloaded, not_restarted_when_wrong, activated, embedded, parts, of_a_user)
+         watched_when_stuck, killed, reloaded, not_restarted_when_wrong, activated, embedded, parts, of_a_user,
+         uninstalled)
 
 
 def tried(trial: Callable[[Trial], str], t: Trial) -> tuple[str, str]:
