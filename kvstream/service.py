@@ -6,6 +6,7 @@ machine instead, and for a user's manager it ends where the unit says that only 
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import shutil
@@ -187,28 +188,31 @@ class Installer:
 
     def write(self) -> None:
         """*Errors*: ``KVStreamError`` for what cannot be written."""
-        try:
-            for path, content, mode in self._to_do:
+        for path, content, mode in self._to_do:
+            new = path.with_name(f".{path.name}.new")  # a running program cannot be written, but replaced
+            try:
                 if path.exists() and _is(path, content):
                     self.done.append(f"{path}: is there already")
                     continue
                 path.parent.mkdir(parents=True, exist_ok=True)
-                new = path.with_name(f".{path.name}.new")  # a running program cannot be written, but replaced
                 if isinstance(content, Path):
                     shutil.copyfile(content, new)
                 else:
                     new.write_text(content, "utf-8")
                 new.chmod(mode)
                 new.replace(path)
-                self.done.append(f"{path}: " + (f"copied from {content}" if isinstance(content, Path) else "written"))
-        except OSError as error:
-            raise cannot(self.places, error) from error
+            except OSError as error:
+                with contextlib.suppress(OSError):
+                    new.unlink(missing_ok=True)
+                raise cannot(self.places, error, path) from error
+            self.done.append(f"{path}: " + (f"copied from {content}" if isinstance(content, Path) else "written"))
 
 
-def cannot(places: Places, error: OSError) -> KVStreamError:
+def cannot(places: Places, error: OSError, path: Path | None = None) -> KVStreamError:
     """A file that cannot be looked at, or written, in a sentence."""
-    hint = "" if places.user else "; a system service is installed by root (sudo), --user needs no rights"
-    return KVStreamError(f"cannot write {error.filename}: {error.strerror}{hint}")
+    hint = ("" if places.user or not isinstance(error, PermissionError) else
+            "; a system service is installed by root (sudo), --user needs no rights")
+    return KVStreamError(f"cannot write {path or error.filename}: {error.strerror}{hint}")
 
 
 def _is(path: Path, content: str | Path) -> bool:

@@ -3,6 +3,7 @@ by ``just test-unit``, which needs root and nspawn."""
 
 from __future__ import annotations
 
+import errno
 import re
 import shutil
 import stat
@@ -357,3 +358,16 @@ def test_a_full_disk_is_said_without_a_traceback() -> None:
         done = subprocess.run([sys.executable, "-m", "kvstream", "--help"], stdout=full, stderr=subprocess.PIPE,
                               text=True, check=False)
     assert done.returncode and done.stderr.startswith("kvstream: cannot write: No space") and "File" not in done.stderr
+
+
+def test_what_could_not_be_written_leaves_nothing(executable: Path, tmp_path: Path,
+                                                  monkeypatch: pytest.MonkeyPatch) -> None:
+    def fills_up(source: Path, into: Path) -> None:
+        into.write_bytes(b"half")
+        raise OSError(errno.ENOSPC, "No space left on device", str(source))
+
+    monkeypatch.setattr(service.shutil, "copyfile", fills_up)
+    done = run("install", "--root", str(tmp_path / "image"))
+    assert done.exit_code == 1 and f"{tmp_path}/image/usr/local/bin/kvstream: No space left on device" in done.output
+    assert "sudo" not in done.output
+    assert not [path for path in (tmp_path / "image").rglob("*") if path.is_file()]
