@@ -63,6 +63,7 @@ from .embedded_find import (
     server_flags,
 )
 from .embedded_place import claim_place
+from .gguf_size import shortfall
 
 __all__ = [
     "EmbeddedServer", "EmbeddedSpec", "EmbeddedSnapshot", "EmbeddedEvent", "Launched", "Loading", "Up", "Died",
@@ -365,6 +366,8 @@ class EmbeddedServer:
         shown = [line for line in (self._log.last_lines() if self._log else ()) if line][-LINES_IN_ERROR:]
         what = describe_exit(code) if code is not None else f"did not load it within {self.spec.load_timeout_s:g} s"
         lines = "\n  ".join(["its last lines:", *shown]) if shown else "it printed nothing."
+        if short := shortfall(self.spec.model):  # llama.cpp calls it a fault of its parameters
+            lines = f"{short}; {lines}"
         return EmbeddedError(
             f"the llama.cpp server ({self._snapshot.kind}) for {self.spec.model.name} {what}; {lines}\n"
             f"(log: {self._snapshot.log_path})"

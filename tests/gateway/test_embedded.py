@@ -421,6 +421,7 @@ async def test_broken_model_is_one_clear_error(model: Path, tmp_path: Path, no_b
     broken.write_bytes(model.read_bytes()[:200_000])
     message = await refusal(EmbeddedSpec(broken, state_dir=tmp_path / "s"), EmbeddedError)
     assert "broken.gguf ended with code 1" in message and "failed to load model" in message
+    assert "is incomplete: it has 200,000 bytes and ends within its own header; download it again" in message
     assert str(tmp_path / "s" / "logs" / "llama-server.log") in message
 
 
