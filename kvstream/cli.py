@@ -30,6 +30,7 @@ from .cli_completion import completion
 from .cli_doctor import doctor, models
 from .cli_licenses import licenses
 from .cli_model import model_key
+from .cli_output import is_write_error, let_go, sentence, told
 from .cli_service import reload, service
 from .cli_words import config_option, files, words, words_of
 from .errors import ConfigError, KVStreamError, PortInUseError
@@ -68,8 +69,9 @@ class Failure(click.ClickException):
     exit_code = 1
 
     def show(self, file: Any = None) -> None:
-        for line in self.message.splitlines():
-            click.echo(f"kvstream: {line}", err=True)
+        with contextlib.suppress(OSError):  # a full disk behind stderr changes no exit code
+            for line in self.message.splitlines():
+                click.echo(f"kvstream: {line}", err=True)
 
 
 class ConfigFailure(Failure):
@@ -84,11 +86,8 @@ class Commands(click.Group):
     """The command group; the one place where errors become exit codes."""
 
     def main(self, *args: Any, **options: Any) -> Any:
-        try:
+        with told():  # click writes help, and its own messages, outside of invoke
             return super().main(*args, **{"complete_var": COMPLETE_VARIABLE, **options})
-        except OSError as error:  # click writes help, and its own messages, outside of invoke
-            click.echo(f"kvstream: cannot write: {error.strerror or error}", err=True)
-            sys.exit(1)
 
     def invoke(self, ctx: click.Context) -> Any:
         try:
@@ -108,6 +107,9 @@ def _fail(error: Exception) -> NoReturn:
     unexpected = [leaf for leaf in leaves if not isinstance(leaf, KVStreamError)]
     if unexpected:
         first = unexpected[0]
+        if isinstance(first, OSError) and is_write_error(first):
+            let_go()
+            raise Failure(sentence(first)) from error
         hint = f"set {TRACEBACK_VARIABLE}=1 to see where"
         raise Failure(f"internal error: {type(first).__name__}: {first} ({hint})") from error
     expected = leaves[0]

@@ -6,6 +6,7 @@ import contextlib
 import gc
 import io
 import json
+import os
 import re
 import socket
 import subprocess
@@ -197,6 +198,22 @@ def test_a_traceback_on_request(served: Served, monkeypatch: pytest.MonkeyPatch)
     served.outcome = ValueError("oops")
     assert "Traceback" not in invoke("serve").stderr
     assert "Traceback" in invoke("serve", env={cli.TRACEBACK_VARIABLE: "1"}).stderr
+
+
+FULL = Path("/dev/full")
+
+
+@pytest.mark.skipif(not FULL.exists(), reason="there is no /dev/full")
+@pytest.mark.parametrize(("arguments", "full"), [
+    (["check-config"], "1"), (["--help"], "1"), (["demo", "--help"], "12"), (["check-config", "--config=/none"], "2")])
+def test_output_that_cannot_be_written_is_one_sentence(arguments: list[str], full: str) -> None:
+    env = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
+    with FULL.open("wb") as nowhere:
+        done = subprocess.run([sys.executable, "-m", "kvstream", *arguments], check=False, text=True, env=env,
+                              stdout=nowhere if "1" in full else subprocess.PIPE,
+                              stderr=nowhere if "2" in full else subprocess.PIPE)
+    assert done.returncode == (1 if "1" in full else 2)
+    assert done.stderr in (None, "kvstream: cannot write: No space left on device\n") and not done.stdout
 
 
 def test_wrong_flags_and_wrong_files_are_told_together(served: Served) -> None:
