@@ -27,8 +27,6 @@ def reload_running(url: str, key: str, pid: int | None) -> Iterator[str]:
     hangup = getattr(signal, "SIGHUP", None)
     if hangup is None:
         raise KVStreamError("there is no SIGHUP on this system; server.reload = 'auto' reads a changed file anyway")
-    if pid is not None:
-        _refuse_stranger(pid)
     with open_client(url, key) as client:
         try:
             snapshot = fetch(client)
@@ -36,9 +34,7 @@ def reload_running(url: str, key: str, pid: int | None) -> Iterator[str]:
         except KVStreamError as error:
             if pid is None:
                 raise
-            if takes_hangup(pid) is None:
-                raise KVStreamError(f"what process {pid} is cannot be seen here, and SIGHUP kills most programs; "
-                                    f"{error.message[0].lower() + error.message[1:]}") from error
+            _refuse_stranger(pid, error)
             _send(pid, hangup)
             raise KVStreamError(f"process {pid} was asked to reload; what came of it is in its log, since "
                                 f"{error.message[0].lower() + error.message[1:]}") from error
@@ -90,12 +86,17 @@ def _is_here(url: str) -> bool:
         return host == "localhost"
 
 
-def _refuse_stranger(pid: int) -> None:
-    """*Errors*: ``KVStreamError`` for a process that can be seen and is no KVStream, or that is gone."""
+def _refuse_stranger(pid: int, unsure: KVStreamError) -> None:
+    """*Errors*: ``KVStreamError`` for a process that is gone, or not seen to be a KVStream: by /status it is not."""
     _send(pid, 0)
-    if takes_hangup(pid) is False:
+    takes = takes_hangup(pid)
+    if takes is None:
+        raise KVStreamError(f"what process {pid} is cannot be seen here, and SIGHUP kills most programs; nothing was "
+                            f"sent: {unsure.message[0].lower() + unsure.message[1:]}") from unsure
+    if not takes:
         raise KVStreamError(f"process {pid} is not a KVStream that serves (by its command line, and whether it catches "
-                            "SIGHUP, which kills other programs); nothing was sent")
+                            "SIGHUP, which kills other programs); nothing was sent. --url says where one "
+                            "listens") from unsure
 
 
 def _send(pid: int, number: int) -> None:
