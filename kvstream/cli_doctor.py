@@ -75,7 +75,7 @@ def doctor(ctx: click.Context, url: str | None, as_json: bool, isolation: bool, 
 def _show_parts(as_json: bool) -> None:
     """What is missing is no problem: everything but these parts works without them."""
     from . import __version__
-    from .parts import form, own_file, tried
+    from .parts import form, own_file, tried, unpacked_in
 
     found = list(tried())
     if as_json:
@@ -84,9 +84,12 @@ def _show_parts(as_json: bool) -> None:
         rows = [{"name": one.part.package, "version": one.version, "ms": round(one.took_s * 1e3),
                  "problem": one.problem} for one in found]
         click.echo(json.dumps({"version": __version__, "form": form(), "file": own_file(),
-                               "python": sys.version.split()[0], "parts": rows}, indent=2))
+                               "unpacked_in": unpacked_in(), "python": sys.version.split()[0], "parts": rows},
+                              indent=2))
         return
     click.echo(f"KVStream {__version__} ({form()}), Python {sys.version.split()[0]}")
+    if unpacked_in():
+        click.echo(f"  {own_file()}, unpacked in {unpacked_in()}")
     for one in found:
         state = one.problem or f"{one.version} ({one.took_s * 1000:.0f} ms)".strip()
         click.echo(f"  {one.part.package}, for {one.part.gives}: {state}")

@@ -67,6 +67,11 @@ def own_file() -> str:
     return str(Path(loader.archive).absolute()) if loader is not None else ""
 
 
+def unpacked_in() -> str:
+    """The folder that the launcher has unpacked this program into, or found it in; empty where none has."""
+    return str(Path(sys.executable).parent) if form() == "executable" and FILE_VARIABLE in os.environ else ""
+
+
 def _zip_loader() -> zipimport.zipimporter | None:
     spec = sys.modules["kvstream"].__spec__
     return spec.loader if spec is not None and isinstance(spec.loader, zipimport.zipimporter) else None

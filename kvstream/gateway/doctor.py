@@ -21,6 +21,7 @@ from .. import __version__
 from ..adapters.advice import GIB, UNTRIED, Advice, Machine, Tried, advise
 from ..adapters.inventory import ModelRow, models_of
 from ..config import BackendConfig, BackendType, Config, Loaded
+from ..parts import unpacked_in
 from . import machine
 from .alive import url_of
 from .discovery import LIKELY_PORTS, LOOPBACK_NAMES, Found, Silent, discover, likely_urls
@@ -62,7 +63,8 @@ class ServerReport:
 
 @frozen
 class Report:
-    """All that was found out. ``findings`` are about the machine and the configuration."""
+    """All that was found out. ``findings`` are about the machine and the configuration. ``unpacked_in`` is for the
+    one-file executable."""
 
     version: str
     system: str
@@ -70,6 +72,7 @@ class Report:
     servers: tuple[ServerReport, ...]
     findings: tuple[Advice, ...]
     config_wrong: bool = False
+    unpacked_in: str = ""
 
     def count(self, severity: str) -> int:
         return sum(found.severity == severity for found in self.all_findings())
@@ -114,7 +117,7 @@ async def examine(question: Question) -> Report:
     findings = [*_config_findings(question), *_machine_findings(question), *_backend_findings(question, found),
                 *_port_findings(question, found)]
     return Report(__version__, _system(question.facts), _configuration(question), tuple(servers), tuple(findings),
-                  config_wrong=bool(question.config_problems))
+                  config_wrong=bool(question.config_problems), unpacked_in=unpacked_in())
 
 
 def run_examination(question: Question) -> Report:

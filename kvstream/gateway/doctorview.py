@@ -27,6 +27,8 @@ def show(report: Report, console: Console) -> None:
     """Print a report."""
     console.print(Text.assemble(("KVStream ", "bold"), report.version, "  ", report.system), soft_wrap=True)
     console.print(Text(f"configuration: {plain(report.configuration)}"), soft_wrap=True)
+    if report.unpacked_in:
+        console.print(Text(f"unpacked in: {plain(report.unpacked_in)}"), soft_wrap=True)
     console.print()
     console.print(Text("What runs here", style="bold"))
     for server in report.servers:

@@ -82,6 +82,7 @@ def test_the_executable_starts_itself_and_is_called_what_was_downloaded(executab
                                                                         monkeypatch: pytest.MonkeyPatch) -> None:
     assert self_command() == [str(executable / "cache" / "kvstream"), "_llama-child"]
     assert parts.form() == "executable"
+    assert parts.unpacked_in() == str(executable / "cache")
     monkeypatch.chdir(executable)
     assert own_command() == "kvstream-linux"
 
@@ -149,3 +150,15 @@ def test_licenses_are_those_of_what_is_installed() -> None:
     assert all(line.rpartition(": ")[2] for line in lines)
     whole = CliRunner().invoke(cli.main, ["licenses"]).output
     assert "Permission is hereby granted" in whole and "Apache License" in whole
+
+
+def test_doctor_says_where_the_executable_is_unpacked(executable: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The launcher takes the first place that has it already, so nobody can tell by the documents."""
+    monkeypatch.setattr(parts, "tried", lambda: iter(()))
+    place = str(executable / "cache")
+    assert f"kvstream-linux, unpacked in {place}\n" in CliRunner().invoke(cli.main, ["doctor", "--parts"]).output
+    url = ("doctor", "--url", "http://127.0.0.1:9")
+    assert f"\nunpacked in: {place}\n" in CliRunner().invoke(cli.main, url).output
+    assert json.loads(CliRunner().invoke(cli.main, [*url, "--json"]).output)["unpacked_in"] == place
+    monkeypatch.delenv("KVSTREAM_FILE")
+    assert "unpacked in" not in CliRunner().invoke(cli.main, url).output, "an image has nothing but the folder"
