@@ -5,7 +5,7 @@
     KVStreamError                      an expected failure; carries what an HTTP client and a person need
     ├─ ConfigError                     the configuration is wrong; the process does not start (exit code 2)
     ├─ PortInUseError                  the address is taken (exit code 3)
-    ├─ EmbeddedError                   the llama.cpp child cannot be found, started or kept alive
+    ├─ EmbeddedError                   the llama.cpp child cannot be started or kept alive
     ├─ StoreError                      a file of saved KV cannot be written, kept or offered; requests go on without
     ├─ DeviceError                     the CUDA device, its driver or its kernels cannot be used, or failed
     │  ├─ DeviceMemoryError            the device or pinned memory has no room for that
