@@ -290,7 +290,8 @@ def _port_findings(question: Question, found: list[Found | Silent]) -> Iterator[
 def isolation_target(report: Report, question: Question) -> tuple[ServerReport, str, str] | None:
     """(whom to test for isolation, the model to name, the key): the given server, else the backend, else a KVStream."""
     ranks = ("given", "backend", "serves", "found")
-    servers = [one for one in report.servers if one.kind != "unknown" and one.state != "locked"]
+    servers = [one for one in report.servers
+               if one.kind != "unknown" and (one.state != "locked" or one.role == "given")]
     if not servers:
         return None
     best = min(servers, key=lambda one: (ranks.index(one.role), one.kind == "kvstream"))

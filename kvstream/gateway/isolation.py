@@ -23,7 +23,7 @@ from attrs import define, field, frozen
 from ..adapters.advice import Advice
 from ..adapters.base import HttpCall
 from ..adapters.openai import root_of
-from ..errors import KVStreamError
+from ..errors import KVStreamError, UnauthorizedError
 from .upstream import HttpUpstream
 
 ROUNDS = 6
@@ -34,6 +34,9 @@ FILLER_WORDS = 350
 CALL_TIMEOUT_S = 300.0
 TOTAL_S_MAX = 600.0
 FAILURES_MAX = 4
+CALL_TOKENS = 540  # about: prompt and answer, with the tokenizers that were tried
+HOW_TO_UNLOCK = ("give a key that may use the model in KVSTREAM_KEY; it is shown to a KVStream, and to the server of "
+                 "--url (a configured backend is shown its api_key)")
 REMEDY = "start llama-server with --cache-ram 0, and report it to the runtime's makers"
 
 _FILLER = ("amber", "basin", "cedar", "drift", "ember", "field", "grove", "haven", "inlet", "jetty", "knoll", "ledge")
@@ -58,6 +61,7 @@ class Trial:
     failed: int = 0
     leaks: list[Leak] = field(factory=list)
     last_error: str = ""
+    locked: bool = False  # it wants a key, or another one
     cut_short: bool = False
 
 
@@ -101,6 +105,7 @@ async def try_isolation(url: str, *, model: str = "", api_key: str = "", rounds:
                     answer = await _ask(upstream, session.messages(round_), model, api_key)
                 except KVStreamError as error:
                     trial.failed, trial.last_error = trial.failed + 1, error.message
+                    trial.locked |= isinstance(error, UnauthorizedError)
                     answer = ""
                 trial.leaks += [Leak(name, session.name, round_) for name, canary in canaries.items()
                                 if name != session.name and seen(canary, answer)]
@@ -133,8 +138,9 @@ def judge(trial: Trial) -> list[Advice]:
     answered = trial.done - trial.failed
     if trial.failed or trial.cut_short:
         why = f" ({trial.last_error})" if trial.last_error else ""
+        remedy = HOW_TO_UNLOCK if trial.locked else "run it again when it serves"
         findings.append(Advice("problem" if answered == 0 else "warning", f"Isolation: {trial.failed} of {trial.calls} "
-                               f"calls gave no answer{why}; the test is not complete.", "run it again when it serves"))
+                               f"calls gave no answer{why}; the test is not complete.", remedy))
     if not trial.leaks and answered:
         findings.append(Advice("ok", f"Isolation: in {answered} answers nobody saw another session's code word. That "
                                "proves nothing; --cache-ram 0 rules the known cause out."))
@@ -166,7 +172,8 @@ async def _ask(upstream: HttpUpstream, messages: list[dict[str, str]], model: st
     reply = await upstream.request(call, timeout_s=CALL_TIMEOUT_S)
     value = reply.json()
     if reply.status != 200 or not isinstance(value, dict):
-        raise KVStreamError(f"status {reply.status}: {reply.body[:200].decode('utf-8', 'replace')}")
+        kind = UnauthorizedError if reply.status in (401, 403) else KVStreamError
+        raise kind(f"status {reply.status}: {reply.body[:200].decode('utf-8', 'replace')}")
     choices = value.get("choices")
     first = choices[0] if isinstance(choices, list) and choices else None
     message = first.get("message") if isinstance(first, dict) else None

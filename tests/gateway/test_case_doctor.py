@@ -22,7 +22,7 @@ from kvstream.errors import BackendUnavailableError
 from kvstream.gateway import machine
 from kvstream.gateway.doctor import Facts, Question, Report, ServerReport, examine, isolation_target
 from kvstream.gateway.inventory import list_models
-from kvstream.gateway.isolation import calls_total, judge, seen, try_isolation
+from kvstream.gateway.isolation import CALL_TOKENS, calls_total, judge, seen, try_isolation
 from tests.fakes import open_runtime
 from tests.fakes.server import open_server
 from tests.gateway.conftest import chat, open_rig
@@ -249,7 +249,7 @@ async def test_a_server_that_fails_is_not_asked_on() -> None:
         trial = await try_isolation(server.base_url)
         assert trial.calls < calls_total() and trial.cut_short
         (found,) = judge(trial)
-        assert found.severity == "problem" and "401" in found.text
+        assert found.severity == "problem" and "401" in found.text and "KVSTREAM_KEY" in found.remedy
         assert (await try_isolation(server.base_url, rounds=1, api_key="sesame")).failed == 0
 
 
@@ -340,7 +340,19 @@ async def test_the_command_for_isolation() -> None:
         env = {"KVSTREAM_SERVER__PORT": str(free_port())}
         result = await run("doctor", "--isolation", "--url", server.base_url, env=env)
         assert result.exit_code == 1 and "sessions see each other's text" in result.output
-        assert f"of {calls_total()} calls" in result.output
+        assert f"of {calls_total()} calls" in result.output and f"isolation: {calls_total()} calls of" in result.output
+    assert f"{calls_total()} model calls of some {CALL_TOKENS} tokens" in " ".join(
+        (await run("doctor", "--help")).output.split())
+
+
+async def test_isolation_behind_a_key() -> None:
+    knobs = {"repeats": "own", "prefill_rate": 1e6, "decode_rate": 1e5}
+    async with open_runtime(api_key="sesame", **knobs) as runtime, open_server(runtime) as server:
+        env = {"KVSTREAM_SERVER__PORT": str(free_port()), "KVSTREAM_KEY": "sesame"}
+        ok = await run("doctor", "--isolation", "--url", server.base_url, env=env)
+        assert f"in {calls_total()} answers nobody saw" in ok.output
+        wrong = await run("doctor", "--isolation", "--url", server.base_url, env=env | {"KVSTREAM_KEY": "simsim"})
+        assert "the test is not complete" in wrong.output and "in KVSTREAM_KEY" in " ".join(wrong.output.split())
 
 
 # --- the machine ------------------------------------------------------------------------------------------------------
