@@ -279,6 +279,8 @@ async def serve(loaded: Loaded, *, on_ready: Callable[[Gateway], None] | None = 
     code = 0
     terminal = Terminal()
     with trio.open_signal_receiver(*_signals()) as received:
+        if sys.platform != "win32":
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, _signals())  # who started us may have blocked them: for itself
         async with open_gateway(loaded, on_embedded=on_embedded, sockets=sockets) as gateway:
             log.info("listening on %s, %s", gateway.url, ", ".join(
                 f"backend {lane.name} {lane.engine.adapter.base_url}" for lane in gateway.router.lanes))

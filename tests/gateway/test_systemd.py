@@ -336,7 +336,9 @@ def test_the_configuration_has_the_address_that_is_served() -> None:
 # --- the process ------------------------------------------------------------------------------------------------------
 
 
-BECOME = ("import os, sys; os.dup2(int(sys.argv[1]), 3); os.environ['LISTEN_PID'] = str(os.getpid()); "
+# Signals that are blocked stay so through exec: whoever starts it may have blocked some for itself.
+BECOME = ("import os, signal, sys; os.dup2(int(sys.argv[1]), 3); os.environ['LISTEN_PID'] = str(os.getpid()); "
+          "signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM, signal.SIGHUP]); "
           "os.execv(sys.executable, [sys.executable, '-m', 'kvstream', *sys.argv[2:]])")
 
 
