@@ -29,6 +29,7 @@ from .cli_completion import VARIABLE as COMPLETE_VARIABLE
 from .cli_completion import completion
 from .cli_doctor import doctor, models
 from .cli_licenses import licenses
+from .cli_man import man
 from .cli_model import model_key
 from .cli_output import is_write_error, let_go, sentence, told
 from .cli_service import reload, service
@@ -166,7 +167,7 @@ def main() -> None:
     """A proxy in front of your model runtime that hands out its KV memory page by page."""
 
 
-for _command in (doctor, models, cache, completion, licenses, service, reload):
+for _command in (doctor, models, cache, completion, licenses, man, service, reload):
     main.add_command(_command)
 
 

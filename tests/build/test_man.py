@@ -7,19 +7,18 @@ import subprocess
 
 import click
 import pytest
+from click.testing import CliRunner
 
-from kvstream import __version__, cli
-from tests.build.recipes import recipe
+from kvstream import __version__, cli, cli_man
 
-man = recipe("man")
-PAGE = man.page(cli.main, __version__)
+PAGE = cli_man.page(cli.main, __version__)
 
 
 def plain(text: str) -> str:
     return text.replace("\\-", "-").replace("\\&", "").replace("\\e", "\\")
 
 
-COMMANDS = dict(man.commands(cli.main))
+COMMANDS = dict(cli_man.commands(cli.main))
 
 
 def test_the_tree_is_walked() -> None:
@@ -47,3 +46,9 @@ def test_man_reads_it_without_complaint() -> None:
         pytest.skip("groff is not installed")
     done = subprocess.run(["groff", "-man", "-Tutf8", "-ww", "-z"], input=PAGE, capture_output=True, text=True)
     assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_every_form_prints_it() -> None:
+    """Through a pipe and with narrow terminals too."""
+    done = CliRunner().invoke(cli.main, ["man"], env={"COLUMNS": "40"})
+    assert (done.exit_code, done.output) == (0, PAGE)
