@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import difflib
 import os
+import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from types import MappingProxyType, NoneType
@@ -258,9 +259,19 @@ def _read_file(path: Path) -> dict[str, Any]:
         if both_forms(raw):
             raise ConfigError(f"{path}: line {error.lineno}: has both [backend] and [[backend]]; make each backend a "
                               "[[backend]]") from error
-        raise ConfigError(f"{path}: line {error.lineno}, column {error.colno}: not TOML: {error.msg}") from error
+        raise ConfigError(f"{path}: line {error.lineno}, column {error.colno}: not TOML: {_in_words(error)}") from error
     except (RecursionError, ValueError) as error:  # ValueError: a number of more digits than Python will read
         raise ConfigError(f"{path}: is not a configuration: {error}") from error
+
+
+def _in_words(error: tomli.TOMLDecodeError) -> str:
+    """The parser's words, where a person would not know what they mean, in ours."""
+    twice = re.fullmatch(r"Cannot declare \((.*?),?\) twice", error.msg)
+    if twice:
+        name = ".".join(re.findall("'([^']*)'", twice[1]))
+        return f"[{name}] is there a second time; put all its keys under one"
+    return {"Cannot overwrite a value": "this key or table is there already; it can be given only once",
+            "Invalid value": "this is no value; text is written in quotes"}.get(error.msg, error.msg)
 
 
 def _take_file(sources: _Sources, path: Path) -> None:

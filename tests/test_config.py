@@ -329,6 +329,17 @@ def test_a_mistake_that_a_stronger_source_hides_is_still_told(write: Any) -> Non
     assert "server.port" in problem
 
 
+@pytest.mark.parametrize(("text", "said"), [
+    ("[server]\nport = 1\n[server]\n", "line 3, column 8: not TOML: [server] is there a second time"),
+    ("[a.b]\n[a.b]\n", "line 2, column 5: not TOML: [a.b] is there a second time"),
+    ("[server]\nport = 1\nport = 2\n", "not TOML: this key or table is there already"),
+    ("[logging]\nlevel = INFO\n", "line 2, column 9: not TOML: this is no value; text is written in quotes"),
+])
+def test_the_parsers_words_are_told_in_plain_ones(text: str, said: str, write: Any) -> None:
+    (problem,) = problems(path=write(text))
+    assert said in problem
+
+
 @pytest.mark.parametrize(("text", "line"), [
     ("[server]\nport = \n", 2), ("[server\n", 1), ("[server]\nport = 1\nport = 2\n", 3), ('a = "\\q"\n', 1),
     ("[server]\n\n\nport == 1", 4)])
