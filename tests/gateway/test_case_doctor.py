@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import socket
 from collections.abc import Mapping
@@ -20,7 +21,7 @@ from kvstream.adapters.llamacpp_flags import ServerFlags
 from kvstream.config import Config, Loaded, load_config
 from kvstream.errors import BackendUnavailableError
 from kvstream.gateway import machine
-from kvstream.gateway.doctor import Facts, Question, Report, ServerReport, examine, isolation_target
+from kvstream.gateway.doctor import Facts, Question, Report, ServerReport, examine, how_to_start, isolation_target
 from kvstream.gateway.inventory import list_models
 from kvstream.gateway.isolation import CALL_TOKENS, calls_total, judge, seen, try_isolation
 from tests.fakes import open_runtime
@@ -217,6 +218,12 @@ async def test_a_wrong_configuration_is_exit_code_2() -> None:
         assert named.exit_code == 2 and "--url" not in texts(named, "note")
     assert report.exit_code == 2 and "server.port" in texts(report, "problem")
     assert "KVSTREAM_PORT" in texts(report, "warning")
+
+
+@pytest.mark.parametrize("there", [True, False])
+def test_the_demo_is_named_where_it_can_run(there: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: object() if there else None)
+    assert ("kvstream demo" in how_to_start()) is there and "kvstream serve --model FILE.gguf" in how_to_start()
 
 
 # --- isolation --------------------------------------------------------------------------------------------------------
