@@ -65,10 +65,11 @@ def environment_python(work: Path, name: str = "executable") -> Path:
     return python
 
 
-def pycuda(python: Path, cache: Path) -> str:
-    """The folder with PyCUDA, compiled once per version of everything it is compiled against."""
+def pycuda(python: Path, cache: Path, *, plain: bool = True) -> str:
+    """The folder with PyCUDA, compiled once per version of everything it is compiled against. What is not
+    ``plain`` is for tests: it is compiled faster, to other bytes."""
     code = ("import sys; from pathlib import Path; from tests.cuda.driver.build import Builder;"
-            "print(Builder(Path(sys.argv[1])).pycuda())")
+            f"print(Builder(Path(sys.argv[1]), plain={plain}).pycuda())")
     done = subprocess.run([python, "-c", code, cache], env=environment(PYTHONPATH=str(ROOT)), text=True,
                           capture_output=True, check=False)
     if done.returncode:

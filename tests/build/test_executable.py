@@ -58,7 +58,7 @@ def test_the_executable_is_built_and_works(tmp_path: Path, request: pytest.Fixtu
         pytest.skip(why)
     executable = recipe("executable")
     python = executable.environment_python(tmp_path)
-    folder = executable.bundle(python, tmp_path, executable.pycuda(python, cache_folder(request.config)))
+    folder = executable.bundle(python, tmp_path, executable.pycuda(python, cache_folder(request.config), plain=False))
     plain = launcher(tmp_path / "launcher")
     recipe("pack").pack(folder, tmp_path / "launcher", tmp_path / "kvstream", plain, level=1)
     options = ["--only", ",".join(TRIED), *(["--libcuda-absent"] if no_libcuda() else [])]
