@@ -3,7 +3,7 @@
     python build/container/dashboard.py [FILE]
 
 Writes grafana/dashboards/kvstream.json, which is checked in: whoever takes only that file can import it, into a Grafana
-of 10 or newer with any Prometheus. The table is what is edited; tests/build/test_container.py compares the two, and
+of 10 or newer with any Prometheus. The table is what is edited; tests/build/test_dashboard.py compares the two, and
 looks each name up in the registry of kvstream/gateway/metrics.py. One panel, one unit.
 """
 
@@ -202,6 +202,22 @@ def text() -> str:
     """JSON, a panel to a line: what changed in one is one line of a diff."""
     head, _, tail = json.dumps(dashboard() | {"panels": ["@"]}, indent=1).partition('  "@"')
     return head + ",\n".join(f"  {json.dumps(panel)}" for panel in panels()) + tail + "\n"
+
+
+@frozen
+class Drawn:
+    """A query of a panel."""
+
+    panel: str
+    expr: str
+    legend: str
+
+
+def expressions() -> list[Drawn]:
+    """What is in the file that is checked in."""
+    panels = json.loads(FILE.read_text("utf-8"))["panels"]
+    return [Drawn(panel["title"], each["expr"], each["legendFormat"])
+            for panel in panels for each in panel.get("targets", ())]
 
 
 def main() -> None:

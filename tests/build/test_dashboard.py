@@ -11,7 +11,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import attrs
 import pytest
 import yaml
 
@@ -20,24 +19,10 @@ from tests.build.recipes import BUILD, recipe
 from tests.gateway.conftest import chat, open_rig
 
 HERE = BUILD / "container"
+DASHBOARD = recipe("container/dashboard")
 RULES = yaml.safe_load((HERE / "alerts.yml").read_text("utf-8"))["groups"][0]["rules"]
 # What stands in for Grafana's own variables.
 VARIABLES = {"$__rate_interval": "1m", "$backend": ".*"}
-
-
-@attrs.frozen
-class Drawn:
-    """A query of a panel."""
-
-    panel: str
-    expr: str
-    legend: str
-
-
-def drawn() -> list[Drawn]:
-    panels = json.loads((HERE / "grafana" / "dashboards" / "kvstream.json").read_text("utf-8"))["panels"]
-    return [Drawn(panel["title"], each["expr"], each["legendFormat"])
-            for panel in panels for each in panel.get("targets", ())]
 
 
 def filled(expr: str) -> str:
@@ -74,7 +59,7 @@ async def test_every_metric_and_label_that_is_named_exists() -> None:
     known = samples(Metrics())
     assert len(known) > 60
     rules = [(rule["alert"], rule["expr"]) for rule in RULES]
-    for where, expr in [(each.panel, each.expr) for each in drawn()] + rules:
+    for where, expr in [(each.panel, each.expr) for each in DASHBOARD.expressions()] + rules:
         asked = list(named(expr))
         assert asked or expr.startswith("up{"), (where, expr)
         there: set[str] = set()
@@ -88,7 +73,7 @@ async def test_every_metric_and_label_that_is_named_exists() -> None:
 
 async def test_the_names_of_lines_are_labels_that_are_left() -> None:
     known = samples(Metrics())
-    for each in drawn():
+    for each in DASHBOARD.expressions():
         kept = re.findall(r"\bby \(([^)]*)\)", each.expr)
         left = set(re.split(r",\s*", kept[0])) if kept else {
             label for name, _ in named(each.expr) for label in known[name]} if "sum" not in each.expr else set()
@@ -96,14 +81,14 @@ async def test_the_names_of_lines_are_labels_that_are_left() -> None:
 
 
 async def test_every_family_is_shown() -> None:
-    shown = {name for each in drawn() for name, _ in named(each.expr)}
+    shown = {name for each in DASHBOARD.expressions() for name, _ in named(each.expr)}
     ends = {"counter": "_total", "gauge": "", "histogram": "_bucket"}
     missing = {f"{name}{ends[kind]}" for name, kind, _ in families(Metrics())} - shown
     assert not missing, "give them a place in build/container/dashboard.py, then `just dashboard`"
 
 
 def test_the_dashboard_is_that_of_its_table() -> None:
-    made = recipe("container/dashboard").text()
+    made = DASHBOARD.text()
     assert made == (HERE / "grafana" / "dashboards" / "kvstream.json").read_text("utf-8"), "run: just dashboard"
     board = json.loads(made)
     assert len({panel["id"] for panel in board["panels"]}) == len(board["panels"])
@@ -150,7 +135,7 @@ def test_promtool_accepts_the_configuration() -> None:
 
 
 def test_promtool_can_read_every_expression(tmp_path: Path) -> None:
-    rules = [{"record": f"panel:{n}", "expr": filled(each.expr)} for n, each in enumerate(drawn())]
+    rules = [{"record": f"panel:{n}", "expr": filled(each.expr)} for n, each in enumerate(DASHBOARD.expressions())]
     file = tmp_path / "panels.yml"
     file.write_text(json.dumps({"groups": [{"name": "panels", "rules": rules}]}), "utf-8")
     assert f"{len(rules)} rules found" in promtool("check", "rules", file)

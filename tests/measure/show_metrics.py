@@ -30,12 +30,15 @@ from urllib.parse import urlencode
 
 import httpx
 import trio
-from attrs import frozen
 from figures import console
 from processes import HERE, ROOT, Child, environment, free_port, running, workplace
 from rich.table import Table
 
 CONTAINER = ROOT / "build" / "container"
+sys.path.insert(0, str(CONTAINER))
+import dashboard  # noqa: E402
+from dashboard import Drawn  # noqa: E402
+
 RATE_INTERVAL = "5s"
 KNOBS = {"n_ctx": 8192, "prefill_rate": 1000.0, "decode_rate": 60.0, "answer_tokens": None, "busy_after_close": 0.2,
          "save_s": 0.05, "restore_s": 0.02}
@@ -75,21 +78,6 @@ MAY_BE_EMPTY = {
     "kvstream_restore_ineffective_total": "restores of the fake llama.cpp work",
     "kvstream_inject_store_evictions_total": "the store does not get full in this time",
 }
-
-
-@frozen
-class Drawn:
-    """A query of a panel."""
-
-    panel: str
-    expr: str
-    legend: str
-
-
-def dashboard() -> list[Drawn]:
-    panels = json.loads((CONTAINER / "grafana" / "dashboards" / "kvstream.json").read_text("utf-8"))["panels"]
-    return [Drawn(panel["title"], each["expr"], each["legendFormat"])
-            for panel in panels for each in panel.get("targets", ())]
 
 
 # --- the processes ----------------------------------------------------------------------------------------------------
@@ -311,7 +299,7 @@ def main() -> None:
         rules = asked(prom, "rules")["groups"][0]["rules"]
         console.print("alerts: " + ", ".join(f"{rule['name']} {rule['state']}" for rule in rules))
         healthy = target["health"] == "up" and all(rule["health"] == "ok" for rule in rules)
-        results = [(drawn, lines_of(prom, drawn, start, end)) for drawn in dashboard()]
+        results = [(drawn, lines_of(prom, drawn, start, end)) for drawn in dashboard.expressions()]
         failed = show(results)
         if args.picture:
             picture(results, start, args.picture)
