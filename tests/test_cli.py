@@ -581,8 +581,10 @@ def test_one_that_says_nothing_is_not_alive(monkeypatch: pytest.MonkeyPatch) -> 
 
 @pytest.mark.parametrize("sent", [b"H", b"\x1b]0;evil\x07\r\n\r\n"])
 def test_one_that_says_little_is_not_alive(sent: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A byte now and then, and what would steer a terminal."""
+    """A byte now and then, and what would steer a terminal; also when the thread that hangs up is then kept waiting."""
     monkeypatch.setattr(alive, "ANSWER_S_MAX", 0.3)
+    hang_up = alive._hang_up
+    monkeypatch.setattr(alive, "_hang_up", lambda *given: (hang_up(*given), time.sleep(0.3)))
 
     def says() -> None:
         connection, _ = little.accept()

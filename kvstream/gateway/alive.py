@@ -34,16 +34,19 @@ def live_line(url: str) -> str:
     """One sentence. *Errors*: KVStreamError unless a KVStream answers on /health; ConfigError for a URL that is none.
     """
     connection, path = _connection(url)
-    patience = threading.Timer(ANSWER_S_MAX, _hang_up, [connection])  # each byte has ANSWER_S_MAX of its own
+    late = threading.Event()
+    patience = threading.Timer(ANSWER_S_MAX, _hang_up, [connection, late])  # each byte has ANSWER_S_MAX of its own
     patience.daemon = True
     patience.start()
     try:
         connection.request("GET", f"{path}/health", headers={"connection": "close"})
+        if late.is_set():  # maybe before there was anything to hang up
+            raise TimeoutError
         reply = connection.getresponse()
     except UnicodeError as error:
         raise ConfigError(f"--url must be a URL such as http://127.0.0.1:8080, not {url!a}") from error
     except (OSError, http.client.HTTPException) as error:
-        said = "timed out" if patience.finished.is_set() else str(error) or type(error).__name__
+        said = "timed out" if late.is_set() else str(error) or type(error).__name__
         said = ascii(said)[1:-1]  # it may be what came, and that must not steer a terminal
         raise BackendUnavailableError(f"{url} does not answer: {said[:200]}. {ELSEWHERE}") from error
     finally:
@@ -56,7 +59,8 @@ def live_line(url: str) -> str:
     return f"{url} is alive."
 
 
-def _hang_up(connection: http.client.HTTPConnection) -> None:
+def _hang_up(connection: http.client.HTTPConnection, late: threading.Event) -> None:
+    late.set()  # first: what the other thread reads next is the end of the stream, and it must know why
     sock = getattr(connection, "sock", None)
     if sock is not None:
         with contextlib.suppress(OSError):
