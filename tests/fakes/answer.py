@@ -210,7 +210,7 @@ async def _pace(rt: FakeRuntime, job: Job, s: Script) -> None:
     await trio.sleep(prefill_s if s.first_byte_after is None else s.first_byte_after)
     while True:
         if job.hang_at is not None and job.generated >= job.hang_at:
-            await trio.sleep_forever()
+            await (trio.Event() if s.goes_on is None else s.goes_on).wait()
         if not rt.engine.produce(job):
             return
         await trio.sleep(1 / rt.config.decode_rate if s.itl is None else s.itl)
@@ -326,6 +326,8 @@ class _Stream:
 async def _raw(rt: FakeRuntime, wire: Wire, entry: Entry, s: Script) -> None:
     """Only what the script says: status, headers, writes, end."""
     await trio.sleep(s.headers_after)
+    if s.goes_on is not None:
+        await s.goes_on.wait()
     entry.status, entry.headers_at = s.status, trio.current_time()
     writes = s.script if s.script is not None else []
     total = sum(len(data) for _, data in writes)

@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Literal
 
+import trio
 from attrs import define, field, frozen
 
 from .journal import FakeRequest
@@ -31,7 +32,9 @@ class Script:
     ``itl`` between tokens; with one of them set the request is paced by the script instead of the step loop (it still
     occupies a slot and cells; what is left out follows the runtime's rates). ``script`` replaces the body by raw
     writes ``(delay, bytes)``. ``tokens`` ends the generation after so many tokens and then ``end`` happens.
-    ``hang_at_token`` stops producing after k tokens while the connection stays. ``refuse`` resets before any answer.
+    ``hang_at_token`` stops producing after k tokens while the connection stays, with ``goes_on`` until that is set: an
+    answer is then under way for as long as a test needs it, on a slow machine too. What is raw, or has no slot, begins
+    with ``goes_on``. ``refuse`` resets before any answer.
     ``slot=False`` answers at once, without a slot, and so does a ``status`` other than 200. ``chunk_tokens`` packs
     several tokens into one chunk. ``noise`` is written before every token chunk (pings).
     """
@@ -45,6 +48,7 @@ class Script:
     end: End = "done"
     tokens: int | None = None
     hang_at_token: int | None = None
+    goes_on: trio.Event | None = None
     refuse: bool = False
     slot: bool = True
     busy_after_close: float | None = None
@@ -53,7 +57,8 @@ class Script:
 
     @property
     def paced(self) -> bool:
-        return bool(self.headers_after) or self.first_byte_after is not None or self.itl is not None
+        return bool(self.headers_after) or self.first_byte_after is not None or self.itl is not None or (
+            self.goes_on is not None)
 
 
 @define

@@ -9,7 +9,7 @@ from collections import Counter
 import pytest
 import trio
 
-from tests.gateway.conftest import Rig, chat, data_of, open_rig
+from tests.gateway.conftest import HANG_S, Rig, chat, data_of, open_rig
 
 CALLS = {
     "/v1/chat/completions": chat(max_tokens=4), "/v1/messages": {
@@ -59,17 +59,17 @@ async def test_a_backend_that_flaps_under_load(how: str, caplog: pytest.LogCaptu
             for turn in range(5):
                 await ask(rig, list(CALLS)[(number + turn) % len(CALLS)], told)
 
-        with trio.fail_after(60):
+        with trio.fail_after(4 * HANG_S):
             async with trio.open_nursery() as nursery:
                 nursery.start_soon(flap)
                 async with trio.open_nursery() as clients:
                     for number in range(10):
                         clients.start_soon(client, number)
                 over.set()
-            await rig.until(rig.idle, 20)
-            await rig.until(lambda: rig.gateway.app.active == 0, 20)
+            await rig.until(rig.idle)
+            await rig.until(lambda: rig.gateway.app.active == 0)
         rig.engine.scheduler.check_invariants()
-        await rig.until(lambda: rig.engine.ready, 10)
+        await rig.until(lambda: rig.engine.ready)
         told.clear()
         for path in CALLS:
             await ask(rig, path, told)

@@ -6,14 +6,16 @@ import gc
 import json
 import os
 from collections.abc import Callable
+from time import process_time
 from typing import Any
 
 import pytest
 import trio
 
+from kvstream.gateway import asgi
 from kvstream.gateway.request import parse_request, prompt_text
 from tests.fakes.client import open_request, send_request
-from tests.gateway.conftest import CHAT, chat, error_of, open_lane, open_rig
+from tests.gateway.conftest import CHAT, HANG_S, SOON_S, chat, error_of, open_lane, open_rig
 
 MB = 2**20
 
@@ -39,22 +41,23 @@ async def test_case_73_health_answers_while_a_big_body_comes_in() -> None:
             async def poll() -> None:
                 nonlocal slowest
                 while not done.is_set():
-                    began = trio.current_time()
+                    began = process_time()
                     assert (await rig.get("/health"))[0] == 200
-                    slowest = max(slowest, trio.current_time() - began)
+                    slowest = max(slowest, process_time() - began)
                     await trio.sleep(0.01)
 
             nursery.start_soon(poll)
-            started = trio.current_time()
+            started = process_time()
             response = await rig.send(body)
             await response.read_head()
             await response.read_all()
-            whole = trio.current_time() - started
+            whole = process_time() - started
             done.set()
         assert response.status == 200
         assert len(rig.runtime.journal.calls[0].request.body) >= 50 * MB
         await response.close()
-    # client, gateway and fake share this process and its one thread, so this is an upper bound for all three
+    # Client, gateway and fake share this process and its one thread, so this is an upper bound for all three, and in
+    # processor time: others may have the machine for a while.
     print(f"slowest /health: {slowest * 1000:.0f} ms of {whole * 1000:.0f}")
     assert slowest < 0.6 * whole
 
@@ -80,23 +83,24 @@ async def test_case_73_memory_comes_back() -> None:
         for _ in range(3):
             await once()
         await rig.until(rig.idle)
-        await rig.until(lambda: grown() < 40 * MB, 10)
+        await rig.until(lambda: grown() < 40 * MB)
 
 
 @pytest.mark.parametrize("chunked", [False, True])
-async def test_case_73_above_the_limit_is_413(chunked: bool) -> None:
+async def test_case_73_above_the_limit_is_413(chunked: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(asgi, "DISCARD_S_MAX", 60.0)  # all was sent: nothing is to be waited for
     async with open_rig(server={"body_bytes_max": 100_000}) as rig:
         body = json.dumps(chat("x" * 300_000)).encode()
         headers = [("Transfer-Encoding", "chunked")] if chunked else []
         if chunked:
             body = b"".join(b"%x\r\n%s\r\n" % (len(p), p) for p in (body[:150_000], body[150_000:])) + b"0\r\n\r\n"
         response = await rig.send(body, headers=headers)
-        with trio.fail_after(3):
+        with trio.fail_after(SOON_S):
             await response.read_head()
             error = error_of(await response.read_all())
         assert response.status == 413
         assert error["code"] == "body_too_large" and "100000 bytes" in error["message"]
-        with trio.fail_after(3):
+        with trio.fail_after(SOON_S):
             assert await response.stream.receive_some(1) == b""  # closed, not reset
         await response.close()
         assert rig.runtime.journal.calls == []
@@ -108,7 +112,7 @@ async def test_case_73_above_the_limit_is_413(chunked: bool) -> None:
 async def test_case_73_a_client_that_sends_all_before_it_reads_sees_the_413() -> None:
     """As browsers and SDKs do: had we closed at once, it would see a reset and no reason."""
     async with open_rig(server={"body_bytes_max": MB}) as rig:
-        with trio.fail_after(10):
+        with trio.fail_after(HANG_S):
             response = await open_request(rig.port, "POST", CHAT, b"x" * 20 * MB)
             assert response.status == 413
             assert "1048576 bytes" in error_of(await response.read_all())["message"]
@@ -154,8 +158,6 @@ async def test_case_73_images_are_not_counted_as_text(autojump_clock: Any) -> No
 
 def test_case_73_parsing_a_big_body_is_quick() -> None:
     """Held against what nobody can do without, in processor time: reading the JSON once."""
-    from time import process_time
-
     body = json.dumps(picture(50 * MB)).encode()
 
     def least(work: Callable[[], object]) -> float:
@@ -175,7 +177,7 @@ def test_case_73_parsing_a_big_body_is_quick() -> None:
 async def test_case_73_a_body_that_stops_coming_is_408() -> None:
     async with open_rig(server={"stall_s": 0.3}) as rig:
         response = await send_request(rig.port, "POST", CHAT, b'{"mess', [("Content-Length", "5000")])
-        with trio.fail_after(3):
+        with trio.fail_after(SOON_S):  # half of what the default would be
             await response.read_head()
         assert response.status == 408
         error_of(await response.read_all())

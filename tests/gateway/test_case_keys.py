@@ -20,7 +20,7 @@ from kvstream.gateway import statusview
 from kvstream.gateway.access import AccessSettings, Identity, identified, presented
 from kvstream.gateway.keys import Keys, digest_of
 from kvstream.gateway.request import parse_request
-from tests.gateway.conftest import CHAT, chat, error_of, metric, open_lane, open_rig
+from tests.gateway.conftest import CHAT, HANG_S, chat, error_of, metric, open_lane, open_rig
 
 ALICE, BOB = "kvs-alice-0123456789", "kvs-bob-0123456789"
 
@@ -100,7 +100,7 @@ async def test_case_89_over_the_wire(tmp_path: Path) -> None:
     """The same through sockets and the real configuration; the header's name in any case, a body that nobody reads."""
     async with open_rig(auth={"keys_file": keys_file(tmp_path)}) as rig:
         refused = await rig.post(b"x" * 2_000_000, headers=[("authorization", "Bearer nonsense")])
-        with trio.fail_after(5):
+        with trio.fail_after(HANG_S):
             assert refused.status == 401 and error_of(await refused.read_all())
         await refused.close()
         answer = await rig.post(chat(), headers=[("AuThOrIzAtIoN", f"Bearer {ALICE}")])

@@ -12,7 +12,7 @@ from kvstream.config import Loaded
 from kvstream.gateway.request import HOP_HEADER
 from kvstream.gateway.serve import open_gateway
 from tests.fakes.client import open_request
-from tests.gateway.conftest import CHAT, chat, config_of, data_of, error_of, open_rig
+from tests.gateway.conftest import CHAT, HANG_S, chat, config_of, data_of, error_of, open_rig
 
 
 def free_ports(count: int) -> list[int]:
@@ -30,7 +30,7 @@ async def test_case_57_itself_as_a_backend_is_noticed(kind: str, caplog: pytest.
     (port,) = free_ports(1)
     config = config_of(server={"port": port}, backend={"type": kind, "base_url": f"http://127.0.0.1:{port}"})
     async with open_gateway(Loaded.of(config)) as gateway:
-        with trio.fail_after(5):
+        with trio.fail_after(HANG_S):
             while "come back to this KVStream" not in gateway.engine.watcher.backend.detail:
                 await trio.sleep(0.01)
         assert gateway.engine.state == "down"
@@ -51,7 +51,7 @@ async def test_case_57_two_that_call_each_other(caplog: pytest.LogCaptureFixture
     configs = [config_of(server={"port": own}, backend={"type": "openai", "base_url": f"http://127.0.0.1:{other}"})
                for own, other in ((one, two), (two, one))]
     async with open_gateway(Loaded.of(configs[0])) as first, open_gateway(Loaded.of(configs[1])) as second:
-        with trio.fail_after(10):
+        with trio.fail_after(HANG_S):
             while not all(gw.engine.watcher.backend.state == "down" for gw in (first, second)):
                 await trio.sleep(0.01)
         response = await open_request(one, "POST", CHAT, chat())
@@ -64,7 +64,7 @@ async def test_case_57_one_before_another_is_no_circle() -> None:
     async with open_rig() as inner:
         config = config_of(backend={"type": "openai", "base_url": f"http://127.0.0.1:{inner.port}"})
         async with open_gateway(Loaded.of(config)) as outer:
-            with trio.fail_after(5):
+            with trio.fail_after(HANG_S):
                 while not outer.engine.ready:
                     await trio.sleep(0.01)
             response = await open_request(outer.server.ports[0], "POST", CHAT, chat())

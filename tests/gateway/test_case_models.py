@@ -11,7 +11,7 @@ import trio
 from kvstream.adapters.base import Delta, Done, Usage, UsageNumbers
 from kvstream.gateway.names import ModelList, Names, listing_of, renamed, target_of
 from tests.fakes import Script
-from tests.gateway.conftest import chat, data_of, error_of
+from tests.gateway.conftest import SOON_S, chat, data_of, error_of
 from tests.gateway.several import Several, open_rigs, open_several
 
 A = {"name": "a", "type": "openai", "knobs": {"model": "llama3.2:latest"}}
@@ -146,7 +146,7 @@ async def test_case_77_a_dead_backend_takes_nobody_with_it() -> None:
         began = trio.current_time()
         status, body, _ = await rig.get("/v1/models")
         assert status == 200 and [e["id"] for e in json.loads(body)["data"]] == ["llama3.2:latest", "qwen3"]
-        assert trio.current_time() - began < 1.0
+        assert trio.current_time() - began < SOON_S
         response = await rig.post(chat(model="qwen3"))
         assert response.status == 200 and data_of(await response.read_all())[-1] == "[DONE]"
         await rig.until(lambda: not rig.engine.ready)

@@ -16,14 +16,15 @@ from typing import Any
 import attrs
 import pytest
 import trio
+import trio.testing
 
 from kvstream.config import KEYS, BackendConfig, Config, EmbeddedConfig, load_config
-from kvstream.gateway.reload import LIVE, LIVE_SECTIONS, plan_reload
+from kvstream.gateway.reload import LIVE, LIVE_SECTIONS, LOOK_S, SETTLE_S, SETTLES_MAX, plan_reload
 from kvstream.gateway.serve import Gateway, open_gateway
 from tests.fakes import FakeRuntime, Script, open_runtime
 from tests.fakes.client import open_request
 from tests.fakes.server import FakeServer, open_server
-from tests.gateway.conftest import CHAT, chat, data_of, error_of
+from tests.gateway.conftest import CHAT, HANG_S, chat, data_of, error_of
 
 Write = Callable[[Path, str], None]
 
@@ -78,12 +79,12 @@ class Reloading:
         rows += [f'aliases = ["{keys["alias"]}"]\n'] if "alias" in keys else []
         return HEAD + more + "".join(rows)
 
-    async def change(self, text: str, until: Callable[[], object], within_s: float = 2.0) -> None:
+    async def change(self, text: str, until: Callable[[], object]) -> None:
         self.write(self.path, text)
-        await self.until(until, within_s)
+        await self.until(until)
 
-    async def until(self, true: Callable[[], object], within_s: float = 2.0) -> None:
-        with trio.fail_after(within_s + 1.0):  # a second for a machine that is busy
+    async def until(self, true: Callable[[], object]) -> None:
+        with trio.fail_after(HANG_S):
             while not true():
                 await trio.sleep(0.01)
 
@@ -103,6 +104,7 @@ class Reloading:
 
 
 HEAD = ("[server]\nport = 0\n[upstream]\nhealth_interval_s = 0.1\ndown_grace_s = 0.0\n"
+        "count_timeout_s = 60\n"
         '[inject]\nmode = "off"\n')  # what is about lanes is asserted on the calls of plain ones
 
 
@@ -127,6 +129,7 @@ async def reloading(tmp_path: Path, write: Write = renamed, *backends: int, more
 
 @pytest.mark.parametrize("write", [renamed, swapped, in_place, in_halves])
 async def test_case_82_a_changed_file_is_in_force_within_two_seconds(tmp_path: Path, write: Write) -> None:
+    assert LOOK_S + SETTLES_MAX * SETTLE_S < 2  # by the clock of a machine that has time
     async with reloading(tmp_path, write) as gw:
         await gw.change(gw.text(0, 1), lambda: gw.lanes == ["a", "b"])
         await gw.up("b")
@@ -156,10 +159,13 @@ async def test_case_82_a_broken_file_keeps_the_old_one_and_is_seen(
         response = await open_request(gw.port, "POST", CHAT, chat())
         assert response.status == 200
         await response.close()
+        def refusals() -> int:
+            return sum(m.startswith("the configuration stays as it was: ") for m in caplog.messages)
+
         gw.path.unlink()
-        await trio.sleep(1.0)
-        assert gw.gateway.config == before
-        assert sum(m.startswith("the configuration stays as it was: ") for m in caplog.messages) == len(BROKEN) + 1
+        await gw.until(lambda: refusals() > len(BROKEN))
+        await trio.sleep(LOOK_S + SETTLE_S)
+        assert gw.gateway.config == before and refusals() == len(BROKEN) + 1  # each once
         caplog.clear()
         await gw.change(gw.text(0, 1), lambda: gw.lanes == ["a", "b"])
         status = (await gw.get("/status"))["config"]
@@ -173,7 +179,7 @@ async def test_case_82_a_broken_file_keeps_the_old_one_and_is_seen(
 async def test_case_82_a_removed_backend_drains(tmp_path: Path) -> None:
     async with reloading(tmp_path, renamed, 0, 1) as gw:
         gw.runtimes[1].config.slots = 1
-        gw.runtimes[1].script(Script(itl=0.1, tokens=25))
+        gw.runtimes[1].script(Script(itl=0.01, tokens=25, hang_at_token=3, goes_on=(goes_on := trio.Event())))
         stream = await open_request(gw.port, "POST", CHAT, chat("running", model="mb"))
         assert stream.status == 200
         removed = gw.gateway.router.lanes[1]
@@ -183,10 +189,12 @@ async def test_case_82_a_removed_backend_drains(tmp_path: Path) -> None:
         late = await open_request(gw.port, "POST", CHAT, chat("late", model="mb", stream=False))
         assert gw.runtimes[1].journal.prompts == ["running"], "the removed backend got a new request"
         assert late.status == 200, "a single llama.cpp answers to any name"
+        goes_on.set()
         body = await stream.read_all()
         assert not stream.truncated and data_of(body)[-1] == "[DONE]", "the running stream was cut"
         assert len([v for v in data_of(body) if v != "[DONE]" and v["choices"][0]["delta"].get("content")]) == 25
         await gw.until(lambda: removed not in gw.gateway.lanes.all)
+        await trio.testing.wait_all_tasks_blocked(0.05)  # what was on its way has arrived
         asked = len(gw.runtimes[1].journal.entries)
         await trio.sleep(0.7)
         assert len(gw.runtimes[1].journal.entries) == asked, "nobody looks at a backend that is gone"
@@ -196,7 +204,7 @@ async def test_case_82_a_removed_backend_drains(tmp_path: Path) -> None:
 
 async def test_case_82_a_changed_backend_is_a_new_lane_beside_the_old_one(tmp_path: Path) -> None:
     async with reloading(tmp_path) as gw:
-        gw.runtimes[0].script(Script(itl=0.1, tokens=20))
+        gw.runtimes[0].script(Script(itl=0.01, tokens=20, hang_at_token=3, goes_on=(goes_on := trio.Event())))
         stream = await open_request(gw.port, "POST", CHAT, chat("running"))
         old = gw.gateway.router.lanes[0]
         await gw.change(gw.text(1).replace('"b"', '"a"'), lambda: gw.gateway.router.lanes[0] is not old)
@@ -204,6 +212,7 @@ async def test_case_82_a_changed_backend_is_a_new_lane_beside_the_old_one(tmp_pa
         response = await open_request(gw.port, "POST", CHAT, chat("new"))
         assert response.status == 200 and gw.runtimes[1].journal.prompts == ["new"]
         assert 'kvstream_seats{backend="a",state="total"}' in await gw.get("/metrics")
+        goes_on.set()
         assert data_of(await stream.read_all())[-1] == "[DONE]"
         for each in (stream, response):
             await each.close()
@@ -222,7 +231,7 @@ async def test_other_names_keep_the_lane_and_all_it_knows(tmp_path: Path) -> Non
 async def test_a_request_that_chose_a_lane_just_before_it_was_retired_chooses_again(tmp_path: Path) -> None:
     """Counting takes a while, and the lane is gone when it is done: nothing may wait there for ever."""
     async with reloading(tmp_path) as gw:
-        gw.runtimes[0].script(Script(slot=False, headers_after=1.5), path="/apply-template")
+        gw.runtimes[0].script(Script(slot=False, goes_on=(goes_on := trio.Event())), path="/apply-template")
         answers: list[int] = []
 
         async def ask() -> None:
@@ -232,11 +241,10 @@ async def test_a_request_that_chose_a_lane_just_before_it_was_retired_chooses_ag
 
         async with trio.open_nursery() as nursery:
             nursery.start_soon(ask)
-            await trio.sleep(0.1)
+            await gw.until(lambda: gw.runtimes[0].journal.paths("/apply-template"))
             await gw.change(gw.text(1), lambda: gw.lanes == ["b"])
-            with trio.fail_after(5):
-                while not answers:
-                    await trio.sleep(0.01)
+            goes_on.set()
+            await gw.until(lambda: answers)
         assert answers == [200] and gw.runtimes[1].journal.prompts == ["x"]
 
 
@@ -280,7 +288,7 @@ async def test_a_key_file_that_changes_is_read_again_too(tmp_path: Path) -> None
 
         assert await status_with("sk-0123456789abcdef") == 200
         keys.write_text('[[key]]\nname = "two"\nkey = "sk-fedcba9876543210"\n')
-        with trio.fail_after(4):
+        with trio.fail_after(HANG_S):
             while await status_with("sk-fedcba9876543210") != 200:
                 await trio.sleep(0.1)
         assert await status_with("sk-0123456789abcdef") == 401
@@ -293,11 +301,14 @@ async def test_when_the_file_is_read_again(tmp_path: Path, word: str, by_change:
         text = gw.text(0).replace("port = 0\n", f'port = 0\nreload = "{word}"\n')
         await gw.change(text, lambda: gw.gateway.config.server.reload == word if word != "auto" else True)
         gw.write(gw.path, text + gw.text(1).removeprefix(HEAD))
-        await trio.sleep(1.5)
-        assert (gw.lanes == ["a", "b"]) is by_change
-        gw.gateway.reloader.ask()
-        await trio.sleep(0.7)
-        assert (gw.lanes == ["a", "b"]) is by_signal
+        for may, ask in ((by_change, False), (by_signal, True)):
+            if ask:
+                gw.gateway.reloader.ask()
+            if may:
+                await gw.until(lambda: gw.lanes == ["a", "b"])
+            else:
+                await trio.sleep(2 * (LOOK_S + SETTLE_S))
+                assert gw.lanes == ["a"]
 
 
 # --- the plan, by itself ----------------------------------------------------------------------------------------------
@@ -385,8 +396,8 @@ class Log:
         while data := await stream.receive_some():
             self.text += data.decode()
 
-    async def until(self, words: str, within_s: float = 20.0) -> None:
-        with trio.fail_after(within_s):
+    async def until(self, words: str) -> None:
+        with trio.fail_after(2 * HANG_S):
             while words not in self.text:
                 await trio.sleep(0.02)
 
@@ -411,7 +422,7 @@ async def test_case_82_sighup_reads_the_file_again(tmp_path: Path) -> None:
             await log.until("the configuration stays as it was")
             assert process.poll() is None
             process.send_signal(signal.SIGTERM)
-            with trio.fail_after(20):
+            with trio.fail_after(HANG_S):
                 assert await process.wait() == 0
         finally:
             process.kill()
@@ -436,7 +447,7 @@ async def test_a_terminal_that_is_closed_ends_what_was_started_in_it(tmp_path: P
             os.kill(child, signal.SIGHUP)  # not from the terminal
             await log.until("configuration read again: nothing changed")
             await process.stdin.send_all(b"\n")
-            with trio.fail_after(20):
+            with trio.fail_after(HANG_S):
                 assert await process.wait() == 0
         assert "SIGHUP: draining" in log.text
     finally:

@@ -183,11 +183,11 @@ async def test_case_83_over_sockets() -> None:
         await rig.until(lambda: len(rig.engine.streams) == 6)
         await rig.fake.pause()
         rig.runtime.restart()
-        await rig.until(lambda: rig.engine.watcher.backend.state == "down", within_s=10)
+        await rig.until(lambda: rig.engine.watcher.backend.state == "down")
         await trio.sleep(0.3)
         assert len(rig.engine.streams) == 5
         await rig.fake.resume()
-        await rig.until(lambda: len(bodies) == 6, within_s=20)
+        await rig.until(lambda: len(bodies) == 6)
         assert sum(b"[DONE]" in body for body in bodies) == 5
         assert set(Counter(rig.runtime.journal.prompts).values()) == {1}
         await rig.until(rig.idle)

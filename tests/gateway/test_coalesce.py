@@ -18,7 +18,7 @@ from kvstream.gateway.request import CHAT, parse_request
 from kvstream.gateway.router import Lane as RoutedLane
 from kvstream.gateway.router import Router
 from tests.fakes import Script
-from tests.gateway.conftest import Call, Lane, chat, data_of, error_of, metric, open_lane, open_rig, text_of
+from tests.gateway.conftest import HANG_S, Call, Lane, chat, data_of, error_of, metric, open_lane, open_rig, text_of
 
 COLD: dict[str, Any] = {"temperature": 0}
 
@@ -78,8 +78,11 @@ async def test_each_has_one_log_line_and_the_leaders_has_the_figures(
 
 async def test_sixteen_over_the_wire_are_one_call() -> None:
     async with open_rig(knobs={"slots": 2}) as rig:
+        rig.runtime.script(Script(hang_at_token=3, tokens=9, goes_on=(goes_on := trio.Event())))
         responses = [await rig.send(chat(**COLD)) for _ in range(16)]
-        with trio.fail_after(30):
+        await rig.until(lambda: metric(rig.engine.metrics, "kvstream_coalesced_total") == 15)
+        goes_on.set()
+        with trio.fail_after(HANG_S):
             bodies = [await (await response.read_head()).read_all() for response in responses]
         assert len(rig.runtime.journal.calls) == 1 and len(set(bodies)) == 1 and bodies[0].endswith(b"[DONE]\n\n")
         for response in responses:

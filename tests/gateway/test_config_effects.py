@@ -36,6 +36,7 @@ from kvstream.gateway.settings import embedded_spec, engine_settings, make_adapt
 from tests.fakes import FakeRuntime, FakeUpstream, Script, open_runtime
 from tests.fakes.client import connect, fetch, open_request, send_request
 from tests.fakes.server import open_server
+from tests.gateway.conftest import HANG_S
 from tests.gateway.effects import EFFECTS, effect
 from tests.gateway.effects_inject import *  # noqa: F403
 from tests.gateway.effects_preempt import *  # noqa: F403
@@ -280,7 +281,7 @@ async def test_one_connection_too_many_is_503() -> None:
         assert (await second.read_json())["error"]["code"] == "too_many_connections"
         await first.close()
         await second.close()
-        with trio.fail_after(5):
+        with trio.fail_after(HANG_S):
             while (await fetch(port, "GET", "/health"))[0] != 200:
                 await trio.sleep(0.01)
 
@@ -334,9 +335,9 @@ async def test_elsewhere_any_name_until_some_are_given(autojump_clock: Any, allo
 @pytest.mark.parametrize(("word", "served_"), [("tolerate", True), ("disconnect", False)])
 async def test_a_half_closed_client_is_served_or_gone(word: str, served_: bool) -> None:
     async with served({"server.half_close": word}) as (port, runtime):
-        runtime.script(Script(first_byte_after=1))
+        runtime.script(Script(first_byte_after=0.5 if served_ else 600.0))
         response = await send_request(port, "POST", CHAT, body())
-        with trio.fail_after(20):
+        with trio.fail_after(HANG_S):
             await runtime.journal.until(lambda journal: journal.calls and journal.calls[0].headers_at)
             await response.half_close()
             if served_:
@@ -546,7 +547,7 @@ async def test_a_connect_that_hangs_is_given_up() -> None:
             filler.setblocking(False)
             filler.connect_ex(full.getsockname())
         keys = {"upstream.connect_s": 0.2, "backend.base_url": f"http://127.0.0.1:{full.getsockname()[1]}"}
-        with trio.fail_after(2.5):  # well below the health probe's own limit of 3 s
+        with trio.fail_after(HANG_S):  # else it is the health probe's own limit of 3 s that is told
             async with open_gateway(Loaded.of(configured(keys))) as gateway:
                 await gateway.engine.watcher.wait_known()
                 assert "within 0.2 s" in gateway.engine.watcher.backend.detail

