@@ -82,7 +82,7 @@ def _start(folder: Path, base_url: str, **options: Any) -> AbstractContextManage
 
 def _client(url: str) -> openai.OpenAI:
     # max_retries=0: the client's own retries would hide what the gateway answered.
-    return openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=60,
+    return openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=180,
                          http_client=httpx.Client(trust_env=False, verify=False))
 
 
@@ -109,5 +109,5 @@ def direct(llama: RealLlama) -> Iterator[openai.OpenAI]:
 
 @pytest.fixture
 def aclient(gateway: GatewayProcess) -> openai.AsyncOpenAI:
-    return openai.AsyncOpenAI(base_url=f"{gateway.url}/v1", api_key="none", max_retries=0, timeout=60,
+    return openai.AsyncOpenAI(base_url=f"{gateway.url}/v1", api_key="none", max_retries=0, timeout=180,
                               http_client=httpx.AsyncClient(trust_env=False, verify=False))

@@ -19,7 +19,8 @@ import trio
 from attrs import frozen
 
 ROOT = Path(__file__).resolve().parents[2]
-START_S_MAX = 30.0
+START_S_MAX = 60.0
+PAUSE_S = 8.0  # so long a machine may stand still; what would otherwise go on (1,500 tokens, a drain) takes longer
 _LISTENING = re.compile(r"listening on http://127\.0\.0\.1:(\d+)")
 
 # One look at the runtime a second when idle instead of every ten: a pooled connection that has expired is only closed
@@ -28,12 +29,14 @@ QUICK = {"upstream.health_interval_s": "0.2"}
 
 
 def patience(seconds: float) -> float:
-    """``seconds`` while the cores are ours; longer when others want them too (our own servers keep two busy).
+    """``seconds`` and a pause while the cores are ours; longer when others want them too (our own servers keep two
+    busy). The load that the system tells is that of the last minute, so it says nothing of what began just now, and
+    nothing ever of a virtual machine that is not given its cores.
 
     The factor is steep because llama.cpp's threads wait for each other at barriers: with eight other runnable processes
     on two cores a prefill batch was seen to take 12 times as long.
     """
-    return seconds * max(1.0, 4 * (os.getloadavg()[0] / (os.cpu_count() or 1) - 1))
+    return PAUSE_S + seconds * max(1.0, 4 * (os.getloadavg()[0] / (os.cpu_count() or 1) - 1))
 
 
 @frozen
@@ -49,7 +52,7 @@ class GatewayProcess:
         return f"http://127.0.0.1:{self.port}"
 
     async def get(self, path: str) -> httpx.Response:
-        async with httpx.AsyncClient(trust_env=False, verify=False, timeout=10) as client:
+        async with httpx.AsyncClient(trust_env=False, verify=False, timeout=60) as client:
             return await client.get(self.url + path)
 
     async def status(self) -> dict[str, Any]:

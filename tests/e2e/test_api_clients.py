@@ -35,7 +35,7 @@ def plain(value: Any) -> Any:
 
 def claude(url: str) -> anthropic.Anthropic:
     # Its own HTTP client: which library that comes from depends on the version.
-    return anthropic.Anthropic(base_url=url, api_key="none", max_retries=0, timeout=60)
+    return anthropic.Anthropic(base_url=url, api_key="none", max_retries=0, timeout=180)
 
 
 @pytest.fixture
@@ -180,7 +180,7 @@ def test_a_sound_to_a_model_that_hears_nothing(client: Any) -> None:
 def test_a_ranking_equals_the_direct_one(start: Start, ranker: RealLlama) -> None:
     request = {"query": "a red apple", "documents": ["an apple that is red", "the sea", "x"]}
     with start(ranker.base_url) as gateway:
-        real, ours = (httpx.post(f"{url}/v1/rerank", json=request, trust_env=False, timeout=60).json()
+        real, ours = (httpx.post(f"{url}/v1/rerank", json=request, trust_env=False, timeout=180).json()
                       for url in (ranker.base_url, gateway.url))
         scores = [[(r["index"], pytest.approx(r["relevance_score"], abs=1e-3)) for r in answer["results"]]
                   for answer in (ours, real)]
@@ -199,7 +199,7 @@ def ranker() -> Iterator[RealLlama]:
 def test_native_completions_equal_the_direct_ones(llama: RealLlama, gateway: GatewayProcess) -> None:
     for body in ({"prompt": "Once upon a time", "n_predict": 6}, {"prompt": ["One", "Two"], "n_predict": 3}):
         request = body | GREEDY | {"cache_prompt": False}
-        real, ours = (httpx.post(f"{url}/completion", json=request, trust_env=False, timeout=60).json()
+        real, ours = (httpx.post(f"{url}/completion", json=request, trust_env=False, timeout=180).json()
                       for url in (llama.base_url, gateway.url))
         pairs = zip(real, ours, strict=True) if isinstance(real, list) else [(real, ours)]
         for one, other in pairs:
@@ -230,7 +230,7 @@ async def test_leaving_frees_the_real_slot(
     await llama.idle(60)
     # Far less than 1,500 tokens take. llama.cpp heeds no `ignore_eos` on /v1/messages: there it may be over soon.
     with trio.move_on_after(0.4 if "messages" in path and not stream else 4):
-        async with httpx.AsyncClient(trust_env=False, timeout=60) as client, client.stream(
+        async with httpx.AsyncClient(trust_env=False, timeout=180) as client, client.stream(
                 "POST", f"{gateway.url}{path}", json=body | {"stream": stream, "ignore_eos": True}) as answer:
             assert stream, "it cannot be over yet"
             async for _ in answer.aiter_bytes():

@@ -12,14 +12,16 @@ import trio
 from kvstream.gateway.serve import ONE_STOP_S
 from tests.e2e.conftest import Start
 from tests.e2e.process import GatewayProcess, command, environment, patience
-from tests.e2e.requests import busy, chat, finish, post, read_all, stream
+from tests.e2e.requests import busy, chat, finish, ids, post, read_all, stream
 from tests.fakes.client import connect
 from tests.fakes.real import RealLlama
 
 
 async def refused(gateway: GatewayProcess) -> None:
-    """Wait until the port takes no more connections. ``/ready`` never says 200 in the meantime."""
+    """Wait until the port takes no more connections. Once the drain began, ``/ready`` never says 200."""
     with trio.fail_after(patience(2)):
+        while "draining" not in gateway.text():  # before that nobody can know
+            await trio.sleep(0.01)
         while True:
             try:
                 answer = await gateway.get("/ready")
@@ -34,15 +36,16 @@ async def test_sigterm_lets_streams_finish_and_refuses_the_rest(llama: RealLlama
     """Case 81: listener closed at once, streams complete, queued ones 503 with Retry-After, exit code 0."""
     with start(llama.base_url, scheduler__max_batch_size="2", server__drain_s="60") as gateway:
         streams = [await stream(gateway.port, chat(f"stream {i}", 80)) for i in range(2)]
-        queued = await post(gateway.port, chat("queued", 2))
-        await gateway.queued(1)
-        gateway.terminate()
-        await queued.read_head()
-        assert queued.status == 503 and int(queued.headers["retry-after"]) >= 1
-        assert (await queued.read_json())["error"]["code"] == "shutting_down"
-        await refused(gateway)
-        with pytest.raises(OSError):
-            await connect(gateway.port)
+        with llama.held():
+            queued = await post(gateway.port, ids(8, 2, first=1))  # of tokens, so the server is not asked to count
+            await gateway.queued(1)
+            gateway.terminate()
+            await queued.read_head()
+            assert queued.status == 503 and int(queued.headers["retry-after"]) >= 1
+            assert (await queued.read_json())["error"]["code"] == "shutting_down"
+            await refused(gateway)
+            with pytest.raises(OSError):
+                await connect(gateway.port)
         for response in streams:
             assert finish(await read_all(response)) == "length"
         assert await gateway.exit_code() == 0

