@@ -35,7 +35,7 @@ def environment(**more: str) -> dict[str, str]:
 
 
 async def bench(*arguments: str, folder: Path) -> subprocess.CompletedProcess[bytes]:
-    with trio.fail_after(60):
+    with trio.fail_after(300):
         return await trio.run_process([sys.executable, "-m", "kvstream", "bench", *arguments], check=False, cwd=folder,
                                       capture_stdout=True, capture_stderr=True, env=environment())
 
@@ -83,7 +83,7 @@ async def test_ctrl_c_prints_what_there_is(tmp_path: Path) -> None:
                 lambda task_status: trio.run_process(argv, check=False, cwd=tmp_path, env=environment(),
                                                      stdout=(tmp_path / "out").open("wb"), stderr=subprocess.DEVNULL,
                                                      task_status=task_status))
-            with trio.fail_after(60):
+            with trio.fail_after(300):
                 while sum(call.outcome == "done" for call in runtime.journal.calls if call.inference) < 6:
                     await trio.sleep(0.02)
                 process.send_signal(signal.SIGINT)

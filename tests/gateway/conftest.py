@@ -19,6 +19,7 @@ import trio
 from attrs import define, field
 
 from kvstream.config import Config, Loaded
+from kvstream.gateway import discovery
 from kvstream.gateway.access import Access
 from kvstream.gateway.app import App, AppSettings
 from kvstream.gateway.coalesce import Coalescer
@@ -61,6 +62,14 @@ def no_bug_in_the_log(request: pytest.FixtureRequest, caplog: pytest.LogCaptureF
     yield
     bugs = [record for record in caplog.get_records("call") if record.levelno >= logging.ERROR]
     assert not [record.getMessage() + str(record.exc_text or "") for record in bugs]
+
+
+@pytest.fixture
+def patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Discovery waits as long as a test does. It gives who may be there a second, in which a fake in a process that is
+    kept waiting does not answer."""
+    for function in (discovery.look_at, discovery.discover):
+        monkeypatch.setitem(function.__kwdefaults__, "timeout_s", HANG_S)
 
 
 def chat(text: str = "hello", *, stream: bool = True, **more: Any) -> dict[str, Any]:

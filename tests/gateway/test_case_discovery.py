@@ -10,7 +10,9 @@ import trio
 from kvstream.gateway.discovery import LIKELY_PORTS, Found, Silent, discover, likely_urls, look_at
 from tests.fakes import open_runtime
 from tests.fakes.server import open_server
-from tests.gateway.conftest import open_rig
+from tests.gateway.conftest import HANG_S, open_rig
+
+pytestmark = pytest.mark.usefixtures("patient")
 
 
 async def test_case_57_both_servers_are_found_and_kvstream_is_no_backend() -> None:
@@ -40,7 +42,7 @@ async def test_who_does_not_answer_costs_seconds_not_a_hang() -> None:
             sock.bind(("127.0.0.1", 0))
         mute.listen()
         ports = (mute.getsockname()[1], closed.getsockname()[1])
-        with trio.fail_after(20):
+        with trio.fail_after(HANG_S):
             found = await discover(likely_urls(ports), timeout_s=0.2)
         assert [type(f) for f in found] == [Silent] and found[0].url.endswith(str(ports[0]))
 
@@ -55,7 +57,7 @@ async def test_who_speaks_otherwise_is_no_error(noise: bytes) -> None:
     async with trio.open_nursery() as nursery:
         listeners = await nursery.start(trio.serve_tcp, serve, 0)
         port = listeners[0].socket.getsockname()[1]
-        with trio.fail_after(20):
+        with trio.fail_after(HANG_S):
             found = await look_at(f"http://127.0.0.1:{port}", timeout_s=0.2)
         assert found is None or isinstance(found, Silent) or not found.identity.is_backend
         nursery.cancel_scope.cancel()

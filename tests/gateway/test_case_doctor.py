@@ -29,6 +29,8 @@ from tests.fakes.server import open_server
 from tests.gateway.conftest import chat, open_rig
 from tests.gateway.several import open_rigs
 
+pytestmark = pytest.mark.usefixtures("patient")
+
 BILLING = "x-anthropic-billing-header: cch={}; " + "Keep to the rules of the house. " * 20
 
 
@@ -234,7 +236,7 @@ async def test_case_54_mixed_sessions_are_reported(repeats: Any, mixed: bool) ->
     knobs = {"repeats": repeats, "answer_tokens": 60, "slots": 2, "prefill_rate": 1e6, "decode_rate": 1e5}
     async with open_runtime(**knobs) as runtime, open_server(runtime) as server:
         told: list[tuple[int, int]] = []
-        with trio.fail_after(60):
+        with trio.fail_after(300):
             trial = await try_isolation(server.base_url, rounds=3, progress=lambda *now: told.append(now))
         assert trial.calls == calls_total(3) == len(runtime.journal.calls) and trial.failed == 0
         assert told == [(n, trial.calls) for n in range(1, trial.calls + 1)]

@@ -65,7 +65,7 @@ def main() -> None:
             request = connection.recv()
         except EOFError:
             break
-        faulthandler.dump_traceback_later(request["timeout_s"] * 0.9)  # before the parent loses patience
+        faulthandler.dump_traceback_later(request["timeout_s"] / 2)  # before the parent loses patience
         try:
             answer = ("result", play(sim, request))
         except BaseException:
