@@ -6,7 +6,8 @@ one still on its way may occupy one. So when of the slots that belong to nobody 
 streams and *other* draining requests, one draining request must be idle. A stream that ended at the runtime while its
 last bytes are on their way to us would be counted as working; hence the short pause before the streams are counted. A
 request whose headers never came may not have reached its slot when we looked, hence the second look, and for one that
-was pinned, whose slot somebody else would be pinned to, ``UNHEARD_S``.
+was pinned, whose slot somebody else would be pinned to, ``UNHEARD_S``. Nor does the runtime take anything up while it
+computes a batch, which on a CPU may last longer; so one that is at work must be seen to have computed something since.
 
 With hard inject there is a second reason to look: the scheduler wants to know what slots hold and which are idle, after
 requests that the runtime placed by itself, and after a seat that was given up waiting for (``SlotsLook``).
@@ -14,7 +15,7 @@ requests that the runtime placed by itself, and after a seat that was given up w
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Hashable, Mapping
 from typing import Protocol
 
 import trio
@@ -89,6 +90,7 @@ class SlotWatch:
         self._engine = engine
         self._idle_poll_s = idle_poll_s
         self._idle_s_max = idle_s_max
+        self._work_then: dict[RequestId, Hashable | None] = {}  # of the unheard: what was computed when first looked at
         self.wanted = trio.Event()
 
     async def run(self) -> None:
@@ -125,6 +127,7 @@ class SlotWatch:
         before = self._engine.slot_view()
         reply = await self._ask(self._adapter.busy())
         tasks = self._adapter.read_busy(reply) if reply is not None else None
+        work = self._adapter.read_work(reply) if reply is not None else None
         await trio.sleep(SAMPLE_SETTLE_S)
         if tasks is not None:
             self._engine.slots_seen(len(tasks))
@@ -134,6 +137,7 @@ class SlotWatch:
         started = sum(1 for rid, slot in view.started.items() if slot is None and rid in before.started)
         now = trio.current_time()
         left = sum(1 for seat in view.draining if seat.slot is None)
+        self._work_then = {seat.rid: self._work_then.get(seat.rid, work) for seat in before.draining}
         seen: set[RequestId] = set()
         for seat in view.draining:
             capped = now - seat.since > self._idle_s_max
@@ -144,8 +148,8 @@ class SlotWatch:
                 left -= is_idle or capped
             if capped:
                 self._engine.seat_idle(seat.rid, capped=True)
-            elif is_idle and (seat.answered or (
-                    seat.rid in once_idle and (seat.slot is None or now - seat.since >= UNHEARD_S))):
+            elif is_idle and (seat.answered or (seat.rid in once_idle and (seat.slot is None or (
+                    now - seat.since >= UNHEARD_S and (not tasks or work != self._work_then.get(seat.rid)))))):
                 self._engine.seat_idle(seat.rid, capped=False)
             elif is_idle:
                 seen.add(seat.rid)

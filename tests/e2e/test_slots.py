@@ -41,21 +41,22 @@ async def test_conversations_that_come_and_go_at_any_moment(tmp_path: Path) -> N
             rng, deferred = random.Random(12), list[float]()
             talks = [system_and_user(words(rng, 120), f"Question {n}?") for n in range(5)]
 
-            async def converse(talk: list[dict[str, str]]) -> None:
+            async def converse(talk: list[dict[str, str]], dice: random.Random) -> None:
                 for turn in range(3):
-                    with trio.move_on_after(rng.choice([0.05, 0.3, 60.0, 60.0])):
+                    with trio.move_on_after(dice.choice([0.05, 0.3, 60.0, 60.0])):
                         text, _ = await ask(gateway, talk, tokens=16)
                         talk += [{"role": "assistant", "content": text}, {"role": "user", "content": f"More, {turn}."}]
 
             async with trio.open_nursery() as watching:
                 watching.start_soon(never_deferred, llama, deferred)
                 async with trio.open_nursery() as nursery:
-                    for talk in talks:
-                        nursery.start_soon(converse, talk)
+                    for n, talk in enumerate(talks):
+                        nursery.start_soon(converse, talk, random.Random(n))
                 watching.cancel_scope.cancel()
             await settled(llama, gateway)
             assert deferred and not any(deferred)
-            text, last = await ask(gateway, talks[0])
+            for _ in range(2):  # it may have left early every time
+                text, last = await ask(gateway, talks[0])
             assert text and last.cached >= 0.5 * last.prompt
 
 

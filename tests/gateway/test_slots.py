@@ -33,6 +33,7 @@ class Scene:
     pinned: dict[RequestId, int] = field(factory=dict)
     wants_look: bool = False
     moves: int = 0
+    made: int = 0  # tokens, of each that works
     moving: bool = False  # something goes to a slot while we look
     told: list[SlotsLook] = field(factory=list)
 
@@ -59,7 +60,8 @@ class Scene:
         await trio.lowlevel.checkpoint()
         if self.working is None:
             raise BackendTimeoutError("no answer")
-        slots = [{"id": n, "id_task": n, "is_processing": n < self.working} for n in range(8)]
+        slots = [{"id": n, "id_task": n, "is_processing": n < self.working,
+                  "next_token": [{"n_decoded": self.made}]} for n in range(8)]
         trio.lowlevel.current_trio_token().run_sync_soon(self.on_look)
         return HttpReply(200, {}, json.dumps(slots).encode())
 
@@ -166,6 +168,21 @@ async def test_a_pinned_request_without_headers_must_look_idle_for_two_seconds(a
     await trio.sleep(UNHEARD_S)
     assert await scene.look(1) == [], "one look proves nothing however late"
     assert await scene.look(2) == [D]
+
+
+async def test_a_pinned_request_without_headers_waits_for_the_batch_that_is_computed(
+        autojump_clock: trio.abc.Clock) -> None:
+    """The runtime takes nothing up meanwhile, longer than two seconds on a slow CPU; /slots answers all the same."""
+    scene = Scene(1, {A}, {D: False}, pinned={A: 0, D: 3})
+    with trio.move_on_after(20):
+        await scene.watcher().run()
+    assert scene.freed == [] and len(scene.looks) > 10
+    scene.made = 1
+    watcher, seen = scene.watcher(), frozenset[RequestId]()
+    for scene.made in (1, 1, 2):
+        assert scene.freed == []
+        seen = await watcher._sample(seen)
+    assert scene.freed == [(D, False)]
 
 
 async def test_who_left_after_the_look_was_taken_is_not_judged_by_it(autojump_clock: trio.abc.Clock) -> None:
