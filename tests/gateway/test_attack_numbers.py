@@ -31,9 +31,9 @@ ODD: dict[str, dict[str, Any]] = {
 async def test_odd_usage_ends_nothing(autojump_clock: Any, name: str, mode: str, kind: Any) -> None:
     async with open_lane(upstream={"non_stream": mode}, backend={"type": kind}, knobs={"dialect": kind}) as lane:
         lane.runtime.script(Script(script=[(0, json.dumps(ANSWER | {"usage": ODD[name]}).encode())], headers=JSON))
-        began = time.monotonic()
+        began = time.process_time()
         assert (await lane.post(chat(stream=False))).status == 200
-        assert time.monotonic() - began < 1  # no page was made for each of a billion tokens
+        assert time.process_time() - began < 5  # no page was made for each of a billion tokens
         assert (await lane.post(chat(stream=False))).status == 200
         await trio.sleep(5)
         assert lane.idle() and (await lane.get("/metrics")).status == 200
