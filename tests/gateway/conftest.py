@@ -19,7 +19,7 @@ import trio
 from attrs import define, field
 
 from kvstream.config import Config, Loaded
-from kvstream.gateway import discovery
+from kvstream.gateway import discovery, statusview
 from kvstream.gateway.access import Access
 from kvstream.gateway.app import App, AppSettings
 from kvstream.gateway.coalesce import Coalescer
@@ -66,8 +66,9 @@ def no_bug_in_the_log(request: pytest.FixtureRequest, caplog: pytest.LogCaptureF
 
 @pytest.fixture
 def patient(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Discovery waits as long as a test does. It gives who may be there a second, in which a fake in a process that is
-    kept waiting does not answer."""
+    """Discovery and the command line wait as long as a test does. They give who may be there a second, or five, in
+    which a server in a process that is kept waiting does not answer."""
+    monkeypatch.setattr(statusview, "LOOK_TIMEOUT_S", HANG_S)
     for function in (discovery.look_at, discovery.discover):
         monkeypatch.setitem(function.__kwdefaults__, "timeout_s", HANG_S)
 

@@ -27,6 +27,7 @@ async def test_case_71_proxies_of_the_environment_are_ignored(monkeypatch: pytes
         assert (await rig.get("/v1/models"))[0] == 200
 
 
+@pytest.mark.usefixtures("patient")
 async def test_case_71_the_command_line_client_ignores_them_too(monkeypatch: pytest.MonkeyPatch) -> None:
     import trio
 

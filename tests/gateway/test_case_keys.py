@@ -323,6 +323,7 @@ def test_case_89_unreadable_bytes_are_no_key() -> None:
         b"\xff\x00", "schlüssel".encode()]
 
 
+@pytest.mark.usefixtures("patient")
 async def test_case_89_the_command_line_shows_its_key() -> None:
     async with open_rig(server={"host": "0.0.0.0"}, auth={"keys": (ALICE,), "metrics_token": "scrape"}) as rig:
         url = f"http://127.0.0.1:{rig.port}"

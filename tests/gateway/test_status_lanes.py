@@ -6,6 +6,7 @@ import io
 import json
 from typing import Any
 
+import pytest
 import trio
 from rich.console import Console
 
@@ -65,6 +66,7 @@ async def test_gauges_have_the_backends_name(autojump_clock: Any) -> None:
         assert text.count("# TYPE kvstream_seats ") == 1
 
 
+@pytest.mark.usefixtures("patient")
 async def test_health_names_those_that_are_not_up() -> None:
     async with open_rigs(A, B, upstream={"keepalive_expiry_s": 0.01}) as rig:
         url = rig.gateway.url

@@ -342,6 +342,7 @@ BECOME = ("import os, signal, sys; os.dup2(int(sys.argv[1]), 3); os.environ['LIS
           "os.execv(sys.executable, [sys.executable, '-m', 'kvstream', *sys.argv[2:]])")
 
 
+@pytest.mark.usefixtures("patient")
 async def test_a_process_under_systemd(listener: socket.socket, tmp_path: Path) -> None:
     """Ready once it listens, on the socket that it was given; fed and told through reload and drain; and who connects
     after it stopped listening is not refused."""
@@ -403,6 +404,7 @@ async def test_a_process_under_systemd(listener: socket.socket, tmp_path: Path) 
 # --- kvstream reload --------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.usefixtures("patient")
 async def test_reload_meets_no_stranger(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     sent: list[int] = []
     monkeypatch.setattr(reloading.os, "kill", lambda pid, number: sent.append(pid) if number else None)
