@@ -9,6 +9,7 @@ import httpx
 import trio
 
 from tests.e2e.conftest import Start
+from tests.e2e.test_inject import hard
 from tests.fakes.real import RealLlama, real_llama
 
 WORDS = ["amber", "birch", "cedar", "dune", "ember", "fjord", "grove", "heath", "islet", "jade"]
@@ -63,6 +64,7 @@ async def test_our_counters_and_the_servers_agree(start: Start) -> None:
 
 async def compare(llama: RealLlama, start: Start) -> None:
     with start(llama.base_url) as gateway:
+        await hard(gateway)
         status = await gateway.status()
         assert status["inject"]["mode"] == "hard", status["inject"]
         assert status["preemption"]["active"] is True
