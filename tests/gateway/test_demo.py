@@ -105,10 +105,10 @@ SIGNALLED = """
 import os, sys
 from kvstream.gateway.demo import Screen
 from kvstream.cli import main
-piece, number = Screen.piece, int(sys.argv[1])
+piece, numbers = Screen.piece, [int(sys.argv[1])]
 def first(self, text):
-    Screen.piece = piece
-    os.kill(os.getpid(), number)
+    if numbers:
+        os.kill(os.getpid(), numbers.pop())
     piece(self, text)
 Screen.piece = first
 sys.argv = ["kvstream", *sys.argv[2:]]
