@@ -243,7 +243,7 @@ PARENT = """
 import sys, trio
 from kvstream.gateway.embedded import EmbeddedServer, EmbeddedSpec
 def tell(event):
-    if type(event).__name__ == sys.argv[3]:
+    if type(event).__name__ in (sys.argv[3], "Up"):  # a model that is there at the first look is never seen loading
         print(server.snapshot().pid, flush=True)
 spec = EmbeddedSpec(sys.argv[1], slots=1, context_tokens=256, threads=1, state_dir=sys.argv[2])
 server = EmbeddedServer(spec, on_event=tell)
