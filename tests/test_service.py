@@ -32,15 +32,19 @@ def run(*words: str) -> Result:
     return CliRunner().invoke(cli.main, ["service", *words])
 
 
-@pytest.fixture
-def executable(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
-    """As if the one-file executable had been downloaded into a home folder."""
-    file = tmp_path / "home" / "kvstream linux"
+def downloaded(file: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """As if the one-file executable had been downloaded there, into a folder of homes."""
     file.parent.mkdir()
     file.write_bytes(b"\x7fELF")
     monkeypatch.setattr(service, "form", lambda: "executable")
     monkeypatch.setattr(service, "own_file", lambda: str(file))
     monkeypatch.setattr(service, "HIDDEN", (f"{file.parent}/",))
+    return file
+
+
+@pytest.fixture
+def executable(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    file = downloaded(tmp_path / "home" / "kvstream linux", monkeypatch)
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "config"))
     return file
 

@@ -7,26 +7,16 @@ import sys
 from pathlib import Path
 
 import pytest
-from click.testing import CliRunner, Result
 
-from kvstream import cli, cli_service, service, service_remove
+from kvstream import cli_service, service, service_remove
+from tests.test_service import downloaded, run
 
 pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="systemd's paths")
 
 
-def run(*words: str) -> Result:
-    return CliRunner().invoke(cli.main, ["service", *words])
-
-
 @pytest.fixture
 def file(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
-    """As if the executable had been downloaded."""
-    file = tmp_path / "download" / "kvstream"
-    file.parent.mkdir()
-    file.write_bytes(b"\x7fELF")
-    monkeypatch.setattr(service, "form", lambda: "executable")
-    monkeypatch.setattr(service, "own_file", lambda: str(file))
-    monkeypatch.setattr(service, "HIDDEN", (f"{file.parent}/",))
+    file = downloaded(tmp_path / "download" / "kvstream", monkeypatch)
     for name in ("CONFIG", "STATE", "CACHE"):
         monkeypatch.setenv(f"XDG_{name}_HOME", str(tmp_path / name.lower()))
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path / "run"))
